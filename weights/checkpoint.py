@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +15,6 @@ from ..model.config import ModelConfig
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
-
-LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class CheckpointError(ValueError):
@@ -106,3 +104,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def shorten(items: Sequence[str], limit: int = 12) -> str:
+    """The items as one line of an error message, which says how many it leaves out."""
+    more = f" and {len(items) - limit} more" if len(items) > limit else ""
+    return ", ".join(items[:limit]) + more

@@ -1,7 +1,7 @@
 """A Hugging Face folder: config.json and one safetensors file, or several with an index.
 
-File format: https://huggingface.co/docs/safetensors. The library itself checks on opening that a file is whole, i.e. that
-8 + header length + largest end offset == file size, and that the header leaves no hole and no overlap.
+File format: https://huggingface.co/docs/safetensors. The library itself checks on opening that a file is whole
+(8 + header length + largest end offset == file size) and that its header leaves no hole and no overlap.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..model.config import ModelConfig
-from .checkpoint import Checkpoint, CheckpointError, TensorInfo, read_json_object
-
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
+from .checkpoint import Checkpoint, CheckpointError, TensorInfo, read_json_object, shorten
+from .tokenizer import Tokenizer
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -67,9 +65,7 @@ class SafetensorsCheckpoint(Checkpoint):
                         yield name, opened.get_tensor(name)
 
     def load_tokenizer(self) -> Tokenizer | None:
-        from .tokenizer import Tokenizer
-
-        return Tokenizer.from_folder(self.path) if (self.path / "tokenizer.json").is_file() else None
+        return Tokenizer.from_folder(self.path)
 
 
 def _runs(stored: dict[str, TensorInfo]) -> Iterator[list[str]]:
@@ -114,8 +110,8 @@ def _read_files(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
     if not files:
         raise CheckpointError(f"{folder}: holds no .safetensors file{_other_weights(folder)}")
     if len(files) > 1:
-        names = ", ".join(file.name for file in files)
-        raise CheckpointError(f"{folder}: holds several safetensors files ({names}) but no {INDEX_FILE}")
+        names = shorten([file.name for file in files])
+        raise CheckpointError(f"{folder}: holds several safetensors files but no {INDEX_FILE}: {names}")
     return {files[0]: _read_header(files[0])}
 
 
@@ -123,7 +119,7 @@ def _other_weights(folder: Path) -> str:
     pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
     if not pickled:
         return ""
-    return f", only pickled weights, which are not read ({', '.join(pickled[:3])}): convert them to safetensors"
+    return f", only pickled weights, which are not read ({shorten(pickled, 3)}): convert them to safetensors"
 
 
 def _read_weight_map(index: Path) -> dict[str, str]:
@@ -142,7 +138,7 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[Path, dict[st
     if absent:
         raise CheckpointError(
             f"{folder}: {INDEX_FILE} names files that are not there, so the download or copy is incomplete: "
-            f"{', '.join(absent)}"
+            f"{shorten(absent)}"
         )
     headers = {shard: _read_header(folder / shard) for shard in shards}
     faults = [
@@ -158,7 +154,7 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[Path, dict[st
             elif assigned != shard:
                 faults.append(f"{name} is stored in {shard} too, though assigned to {assigned}")
     if faults:
-        raise CheckpointError(f"{folder}: {INDEX_FILE} and its files disagree: {_some(faults)}")
+        raise CheckpointError(f"{folder}: {INDEX_FILE} and its files disagree: {shorten(faults)}")
     return {folder / shard: stored for shard, stored in headers.items()}
 
 
@@ -168,7 +164,8 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     quantized, unloadable = [], []
     try:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
+            names = opened.keys()
+            for name in names:
                 view = opened.get_slice(name)
                 shape = tuple(view.get_shape())
                 dtype = DTYPES.get(view.get_dtype())
@@ -182,12 +179,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
         size = file.stat().st_size
         raise CheckpointError(f"{file}: is truncated or not a safetensors file ({size} bytes): {error}") from error
     if quantized:
-        raise CheckpointError(f"{file}: holds tensors of a quantised checkpoint, not supported: {_some(quantized)}")
+        raise CheckpointError(f"{file}: holds tensors of a quantised checkpoint, not supported: {shorten(quantized)}")
     if unloadable:
-        raise CheckpointError(f"{file}: only {', '.join(DTYPES)} weights can be loaded: {_some(unloadable)}")
+        raise CheckpointError(f"{file}: only {', '.join(DTYPES)} weights can be loaded: {shorten(unloadable)}")
     return info
-
-
-def _some(items: list[str], limit: int = 12) -> str:
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return "; ".join(items[:limit]) + more
