@@ -69,7 +69,7 @@ $(WITH_MODEL): Makefile | $(MADE)
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find kernels model runtime weights src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean
 	rm -rf $(VENV)
