@@ -127,8 +127,8 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: has no weight_map object that names any tensor")
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{index}: assigns {name} to {file!r}, which is not the name of a file beside it")
+        if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).name != file:
+            raise CheckpointError(f"{index}: assigns {name} to {file!r}, which is not a .safetensors file beside it")
     return weight_map
 
 
