@@ -5,10 +5,17 @@ from torch import Tensor
 
 
 def greedy_ref(logits: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Id of the largest logit of each row of [num_rows, vocab], a tie going to the lowest id: [num_rows] int64.
+    """The id of the largest logit of each row, a tie going to the lowest id.
 
     torch.argmax documents that the first of several maxima is returned, on every device (its CUDA reduction compares
-    indices when values are equal), whereas topk and sort leave the order of equal values open. Half-precision logits
-    are widened, which changes no comparison and is faster on a CPU.
+    indices where values are equal); topk and sort leave the order of equal values open. Half-precision logits are
+    widened, which changes no comparison and is faster on a CPU.
+
+    Args:
+        logits: `[num_rows, vocab_size]`, any float dtype.
+        out: `[num_rows]` int64, written and returned when given.
     """
     return torch.argmax(logits.float(), dim=-1, out=out)
+
+
+greedy = greedy_ref

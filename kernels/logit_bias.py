@@ -1,7 +1,7 @@
-"""Sparse changes to logits: biases and bans, as short fixed-width lists of ids per row.
+"""Sparse changes to logits, biases and bans, as lists of ids of one width for all rows.
 
-Unused entries name any valid id (0) and carry a value that changes no bit of any logit: -0.0 for a bias, "not banned"
-for a ban. So a list needs no length and no negative marker, and the last vocabulary id is never hit by accident.
+An unused entry names a valid id (0) and carries what changes no bit of any logit: the bias -0.0, or "not banned". So a
+list needs neither a length nor a negative marker that could hit the last id.
 """
 
 import torch
@@ -11,18 +11,29 @@ UNUSED_BIAS = -0.0
 
 
 def logit_bias_ref(logits: Tensor, ids: Tensor, biases: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """logits + biases at ids, [num_rows, vocab] float32.
+    """`logits` in float32, with `biases` added at `ids`.
 
-    logits: [num_rows, vocab] any float dtype;  ids: [num_rows, width] int64, used ones distinct within a row
-    biases: [num_rows, width] float32, UNUSED_BIAS where unused
+    Args:
+        logits: `[num_rows, vocab_size]`, any float dtype.
+        ids: `[num_rows, width]` int64; those in use differ within a row.
+        biases: `[num_rows, width]` float32, `UNUSED_BIAS` where unused.
+        out: `[num_rows, vocab_size]` float32, written and returned when given.
     """
     return torch.scatter_add(logits.float(), 1, ids, biases, out=out)
 
 
 def ban_tokens_ref(logits: Tensor, ids: Tensor, banned: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """-inf at the banned ids, [num_rows, vocab] float32.
+    """`logits` in float32, with -inf at the `ids` that are banned.
 
-    logits: [num_rows, vocab] any float dtype;  ids: [num_rows, width] int64;  banned: [num_rows, width] bool
+    Args:
+        logits: `[num_rows, vocab_size]`, any float dtype.
+        ids: `[num_rows, width]` int64.
+        banned: `[num_rows, width]` bool.
+        out: `[num_rows, vocab_size]` float32, written and returned when given.
     """
     ceiling = torch.where(banned, -torch.inf, torch.inf)
     return torch.scatter_reduce(logits.float(), 1, ids, ceiling, "amin", out=out)
+
+
+logit_bias = logit_bias_ref
+ban_tokens = ban_tokens_ref

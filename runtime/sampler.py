@@ -1,0 +1,251 @@
+"""Sampling state of every row of the batch, and the way from logits to tokens."""
+
+import functools
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import (
+    UNUSED_BIAS,
+    ban_tokens,
+    count_tokens,
+    greedy,
+    logit_bias,
+    logprobs,
+    penalties,
+    sample,
+)
+from .sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+
+MAX_BANNED_IDS = 2 * MAX_STOP_TOKEN_IDS  # a request's own stop ids and the model's end ids
+
+# The columns of a row's numbers. A row lies in one piece, so that one write changes it.
+_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
+_TOP_K, _SEED, _SAMPLE_INDEX, _FREE_POSITION = range(4)
+_NEUTRAL_REALS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
+_NEUTRAL_INTEGERS = (0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """One token a row, and log-probabilities when a row of the batch asked for them.
+
+    Attributes:
+        token_ids: `[num_rows]` int64.
+        logprobs: `[num_rows]` float32, of the sampled tokens.
+        top_token_ids, top_logprobs: `[num_rows, k]` int64 and float32, most probable first; k is the largest number
+            that a row asked for, and a row's own list is a prefix.
+    """
+
+    token_ids: Tensor
+    logprobs: Tensor | None = None
+    top_token_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SampleRoad:
+    """The operations that a row or a batch needs; one that is left out would have changed nothing."""
+
+    random: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+    penalties: bool = False
+    biases: bool = False
+    bans: bool = False
+    logprobs: bool = False
+    num_top_logprobs: int = 0
+
+    def __or__(self, other: "SampleRoad") -> "SampleRoad":
+        return SampleRoad(
+            random=self.random or other.random,
+            top_k=self.top_k or other.top_k,
+            top_p=self.top_p or other.top_p,
+            min_p=self.min_p or other.min_p,
+            penalties=self.penalties or other.penalties,
+            biases=self.biases or other.biases,
+            bans=self.bans or other.bans,
+            logprobs=self.logprobs or other.logprobs,
+            num_top_logprobs=max(self.num_top_logprobs, other.num_top_logprobs),
+        )
+
+
+class Sampler:
+    """Owns the sampling numbers and token counts of `max_num_seqs` rows on one device.
+
+    The host changes single rows (`set_row`, `clear_row`, `move_row`) in stream order with the steps and never rewrites
+    an array; whatever changes from step to step is read on the device. A cleared row is greedy.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, *, device: torch.device | str) -> None:
+        self.max_num_seqs = max_num_seqs
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._roads = [SampleRoad()] * max_num_seqs
+        self._reals = torch.tensor([_NEUTRAL_REALS] * max_num_seqs, dtype=torch.float32, device=device)
+        self._integers = torch.tensor([_NEUTRAL_INTEGERS] * max_num_seqs, dtype=torch.int64, device=device)
+        self._bias_ids = torch.zeros(max_num_seqs, MAX_LOGIT_BIASES, dtype=torch.int64, device=device)
+        self._biases = torch.full((max_num_seqs, MAX_LOGIT_BIASES), UNUSED_BIAS, dtype=torch.float32, device=device)
+        self._banned_ids = torch.zeros(max_num_seqs, MAX_BANNED_IDS, dtype=torch.int64, device=device)
+        self._is_banned = torch.zeros(max_num_seqs, MAX_BANNED_IDS, dtype=torch.bool, device=device)
+        self._counts: tuple[Tensor, Tensor] | None = None
+
+    def claim_counts(self) -> tuple[Tensor, Tensor]:
+        """The token counts, in_prompt bool and output_counts int32, both `[max_num_seqs, vocab_size]`.
+
+        Allocated by the first row that has a penalty; call this before a capture, after which nothing may grow.
+        """
+        if self._counts is None:
+            shape = (self.max_num_seqs, self.vocab_size)
+            self._counts = (
+                torch.zeros(shape, dtype=torch.bool, device=self.device),
+                torch.zeros(shape, dtype=torch.int32, device=self.device),
+            )
+        return self._counts
+
+    def set_row(
+        self,
+        row: int,
+        params: SamplingParams,
+        seed: int,
+        prompt_ids: Sequence[int],
+        output_ids: Sequence[int] = (),
+        *,
+        sample_index: int = 0,
+        stop_token_ids: Collection[int] = (),
+    ) -> None:
+        """Give a row to a request, which may already have generated `output_ids`.
+
+        Args:
+            seed: `params.seed`, or what the caller drew for a request without one; 0 ... 2**64 - 1.
+            sample_index: which of the request's `n` samples.
+            stop_token_ids: every id that ends the request (the model's end ids unless ignore_eos, and its own); none
+                of them is sampled before min_tokens.
+
+        Raises:
+            ValueError: a token id of the params is outside the vocabulary, or there are too many stop_token_ids.
+        """
+        assert 0 <= row < self.max_num_seqs, f"row {row} is not one of {self.max_num_seqs}"
+        assert 0 <= seed < 2**64, f"seed {seed} is not an unsigned 64-bit number"
+        params.check_vocab(self.vocab_size)
+        banned_ids = list(stop_token_ids) if params.min_tokens else []
+        if len(banned_ids) > MAX_BANNED_IDS:
+            raise ValueError(f"min_tokens: at most {MAX_BANNED_IDS} stop and end ids, got {len(banned_ids)}")
+
+        previous, road = self._roads[row], _road_of(params, self.vocab_size, bool(banned_ids))
+        self._roads[row] = road
+        signed_seed = seed - 2**64 if seed >= 2**63 else seed
+        free_position = len(prompt_ids) - 1 + params.min_tokens
+        self._reals[row] = torch.tensor(
+            [
+                params.temperature,
+                params.top_p,
+                params.min_p,
+                params.repetition_penalty,
+                params.presence_penalty,
+                params.frequency_penalty,
+            ],
+            dtype=torch.float32,
+        )
+        self._integers[row] = torch.tensor([params.top_k, signed_seed, sample_index, free_position])
+        if road.biases or previous.biases:
+            ids, biases = list(params.logit_bias), list(params.logit_bias.values())
+            unused = MAX_LOGIT_BIASES - len(ids)
+            self._bias_ids[row] = torch.tensor(ids + [0] * unused)
+            self._biases[row] = torch.tensor(biases + [UNUSED_BIAS] * unused)
+        if road.bans or previous.bans:
+            unused = MAX_BANNED_IDS - len(banned_ids)
+            self._banned_ids[row] = torch.tensor(banned_ids + [0] * unused)
+            self._is_banned[row] = torch.tensor([True] * len(banned_ids) + [False] * unused)
+        if road.penalties:
+            in_prompt, output_counts = self.claim_counts()
+            in_prompt[row] = self._histogram(prompt_ids) > 0
+            output_counts[row] = self._histogram(output_ids)
+
+    def clear_row(self, row: int) -> None:
+        """Take a row from its request: greedy, no penalty, no bias, no log-probabilities."""
+        self.set_row(row, SamplingParams(temperature=0.0), 0, ())
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy row `source` over row `target`, on the device; the source stays as it is until it is cleared."""
+        state = [self._reals, self._integers, self._bias_ids, self._biases, self._banned_ids, self._is_banned]
+        for tensor in (*state, *(self._counts or ())):
+            tensor[target] = tensor[source]
+        self._roads[target] = self._roads[source]
+
+    def road(self, rows: Sequence[int]) -> SampleRoad:
+        """What a batch of these rows needs, known on the host without looking at a tensor."""
+        return functools.reduce(operator.or_, {self._roads[row] for row in rows}, SampleRoad())
+
+    def sample(
+        self, logits: Tensor, positions: Tensor, *, rows: Sequence[int] | None = None, out: Tensor | None = None
+    ) -> SampledTokens:
+        """Sample a token for each row of logits, and count it.
+
+        Args:
+            logits: `[num_rows, vocab_size]`, any float dtype; not changed.
+            positions: `[num_rows]` int64, of the token that the logits come from: for a request's first sample that
+                is the last token of its prompt.
+            rows: the row that each belongs to, all different, in any order; None means the first num_rows rows.
+            out: `[num_rows]` int64, written with the token ids when given.
+        """
+        num_rows = logits.shape[0]
+        road = self.road(range(num_rows) if rows is None else rows)
+        index = torch.arange(num_rows, device=self.device) if rows is None else torch.tensor(rows, device=self.device)
+        assert index.shape == positions.shape == (num_rows,), "one row number and one position for each row of logits"
+
+        def take(state: Tensor) -> Tensor:
+            return state[:num_rows] if rows is None else state[index]
+
+        reals, integers = take(self._reals).unbind(1), take(self._integers).unbind(1)
+        adjusted = logits
+        if road.biases:
+            adjusted = logit_bias(adjusted, take(self._bias_ids), take(self._biases))
+        if road.penalties:
+            in_prompt, output_counts = (take(counts) for counts in self.claim_counts())
+            strengths = reals[_REPETITION], reals[_PRESENCE], reals[_FREQUENCY]
+            adjusted = penalties(adjusted, in_prompt, output_counts, *strengths)
+        if road.bans:
+            active = take(self._is_banned) & (positions < integers[_FREE_POSITION])[:, None]
+            adjusted = ban_tokens(adjusted, take(self._banned_ids), active)
+        if road.random:
+            token_ids = sample(
+                adjusted,
+                reals[_TEMPERATURE],
+                integers[_TOP_K] if road.top_k else None,
+                reals[_TOP_P] if road.top_p else None,
+                reals[_MIN_P] if road.min_p else None,
+                integers[_SEED],
+                integers[_SAMPLE_INDEX],
+                positions,
+                out=out,
+            )
+        else:
+            token_ids = greedy(adjusted, out=out)
+        if road.penalties:
+            count_tokens(self.claim_counts()[1], index, token_ids)
+        if not road.logprobs:
+            return SampledTokens(token_ids)
+        return SampledTokens(token_ids, *logprobs(logits, token_ids, road.num_top_logprobs))
+
+    def _histogram(self, token_ids: Sequence[int]) -> Tensor:
+        return torch.bincount(torch.tensor(token_ids, dtype=torch.int64), minlength=self.vocab_size)
+
+
+def _road_of(params: SamplingParams, vocab_size: int, bans: bool) -> SampleRoad:
+    random = not params.greedy
+    return SampleRoad(
+        random=random,
+        top_k=random and 0 < params.top_k < vocab_size,
+        top_p=random and params.top_p < 1,
+        min_p=random and params.min_p > 0,
+        penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0),
+        biases=bool(params.logit_bias),
+        bans=bans,
+        logprobs=params.logprobs,
+        num_top_logprobs=params.top_logprobs,
+    )
