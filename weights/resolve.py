@@ -153,7 +153,8 @@ class _HubModel:
         except Exception as error:  # what the library lets through of its HTTP client differs between versions
             raise ResolveError(self._explain(error)) from error
         folder = Path(snapshot)
-        lack = _lack([file.name for file in folder.iterdir()], self.config_only)
+        files = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+        lack = _lack(files, self.config_only)
         if lack:
             raise ResolveError(self._explain_lack(folder, lack))
         return folder
