@@ -1,0 +1,177 @@
+"""The loop that turns requests into tokens: schedule, run, postprocess."""
+
+import secrets
+import time
+from collections.abc import Collection
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from ..model import Decoder, KVCache
+from .block_allocator import BlockAllocator
+from .config import EngineConfig, plan_kv_cache
+from .detokenizer import TokenDecoder
+from .model_runner import ModelRunner
+from .sampler import Sampler
+from .sampling_params import SamplingParams
+from .scheduler import Scheduler
+from .sequence import FinishReason, Sequence, TokenLogprobs
+from .step_state import StepState
+from .text_stream import TextStream
+
+CPU_KV_CACHE_BYTES = 4 << 30
+
+
+class Engine:
+    """One model, one KV cache, and the sequences that share them.
+
+    Args:
+        model: with its parameters loaded.
+        config: sizes.
+        tokenizer: turns token ids into text; None: no text, and no stop strings.
+        eos_token_ids: ids that end a sequence unless it ignores them.
+
+    Raises:
+        ValueError: the KV cache does not fit, or `max_model_len` does not fit into it.
+    """
+
+    def __init__(
+        self, model: Decoder, config: EngineConfig, *, tokenizer: TokenDecoder | None, eos_token_ids: Collection[int]
+    ) -> None:
+        plan = plan_kv_cache(config, model.config, model.dtype, kv_cache_bytes(config, model.device))
+        self.vocab_size = model.config.vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.kv_plan = plan
+        self._tokenizer = tokenizer
+        kv_cache = KVCache.allocate(
+            model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
+        )
+        state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
+        sampler = Sampler(config.max_num_seqs, self.vocab_size, device=model.device)
+        self._runner = ModelRunner(model, kv_cache, state, sampler)
+        self._scheduler = Scheduler(
+            BlockAllocator(plan.num_blocks),
+            block_size=config.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a sequence may have, prompt and output together."""
+        return self.kv_plan.max_model_len
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def create(self, prompt_ids: SequenceOf[int], params: SamplingParams) -> list[Sequence]:
+        """Check a request and make its `params.n` sequences, without queueing them.
+
+        Raises:
+            ValueError: an empty prompt, a token id outside the vocabulary, more tokens than the context holds, or
+                parameters that do not fit the vocabulary. The message has the value and the limit.
+            TypeError: a token id that is not an integer.
+        """
+        ids = self._check_prompt(prompt_ids)
+        params.check_vocab(self.vocab_size)
+        room = self.max_model_len - len(ids)
+        max_tokens = room if params.max_tokens is None else params.max_tokens
+        if max_tokens > room or room < 1:
+            raise ValueError(
+                f"a prompt of {len(ids)} tokens and an output of {max(max_tokens, 1)} exceed the context of "
+                f"{self.max_model_len} tokens"
+            )
+        if params.min_tokens > max_tokens:
+            raise ValueError(f"min_tokens {params.min_tokens} is above the {max_tokens} tokens left in the context")
+        stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        seed = secrets.randbits(64) if params.seed is None else params.seed
+        return [
+            Sequence(
+                prompt_ids=ids,
+                params=params,
+                sample_index=index,
+                seed=seed,
+                stop_ids=stop_ids,
+                max_tokens=max_tokens,
+                text_stream=TextStream(
+                    self._tokenizer,
+                    stop=tuple(params.stop),
+                    include_stop_str_in_output=params.include_stop_str_in_output,
+                    skip_special_tokens=params.skip_special_tokens,
+                    min_tokens=params.min_tokens,
+                ),
+            )
+            for index in range(params.n)
+        ]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence that `create` made."""
+        self._scheduler.add(sequence)
+
+    def step(self) -> None:
+        """Do one batch of work: part of some prompts, or one token for every sequence that is through with its own."""
+        batch = self._scheduler.schedule()
+        result = self._runner.run(batch)
+        now = time.perf_counter()
+        for sequence, token_id, logprobs in zip(result.sequences, result.token_ids, result.logprobs, strict=True):
+            self._accept(sequence, token_id, logprobs, now)
+            if sequence.is_finished:
+                self._retire(sequence)
+
+    def abort(self, sequence: Sequence) -> None:
+        """Stop a queued sequence wherever it stands; one that has ended is left alone."""
+        if not sequence.is_finished:
+            text, _ = sequence.text_stream.finish()
+            if sequence.output_texts:
+                sequence.output_texts[-1] += text
+            sequence.finish_reason = FinishReason.ABORT
+            sequence.finish_time = time.perf_counter()
+            self._retire(sequence)
+
+    def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
+        """Append a token, and find out whether it is the last one."""
+        sequence.output_ids.append(token_id)
+        if logprobs is not None:
+            sequence.logprobs.append(logprobs)
+        if len(sequence.output_ids) == 1:
+            sequence.first_token_time = now
+        is_stop = token_id in sequence.stop_ids and len(sequence.output_ids) >= sequence.params.min_tokens
+        text, stop_string = sequence.text_stream.push(token_id, is_stop_token=is_stop)
+        if stop_string is None and not is_stop and len(sequence.output_ids) == sequence.max_tokens:
+            rest, stop_string = sequence.text_stream.finish()
+            text += rest
+            sequence.finish_reason = FinishReason.LENGTH
+        if is_stop or stop_string is not None:
+            sequence.finish_reason = FinishReason.STOP
+            sequence.stop_reason = token_id if token_id in sequence.params.stop_token_ids else stop_string
+        sequence.output_texts.append(text)
+        if sequence.is_finished:
+            sequence.finish_time = now
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Take a sequence's row off the device before its blocks can go to another."""
+        move = self._scheduler.retire(sequence)
+        if move is not None:
+            self._runner.retire_row(move.source, move.target)
+        self._scheduler.release(sequence)
+
+    def _check_prompt(self, prompt_ids: SequenceOf[int]) -> list[int]:
+        if not prompt_ids:
+            raise ValueError("the prompt is empty: it must have at least 1 token")
+        for token_id in prompt_ids:
+            if type(token_id) is not int:
+                raise TypeError(f"a prompt's token ids must be integers, got {token_id!r}")
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} is not in the vocabulary, 0 ... {self.vocab_size - 1}")
+        return list(prompt_ids)
+
+
+def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes that the KV cache may take on a device where the weights are loaded already."""
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device.type != "cuda":
+        return CPU_KV_CACHE_BYTES
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, free - int(total * (1 - config.gpu_memory_utilization)))

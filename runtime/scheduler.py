@@ -1,0 +1,125 @@
+"""Which work comes next: prompts first, then a decode step for everybody who is through with the prompt."""
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from .block_allocator import BlockAllocator
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Prompt tokens `start .. stop - 1` of one sequence; the last chunk yields its first token."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == len(self.sequence.prompt_ids)
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Chunks of different sequences, computed together."""
+
+    chunks: list[PrefillChunk]
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """One token for each sequence; sequence `i` stands in row `i`."""
+
+    sequences: list[Sequence]
+
+
+@dataclass(frozen=True)
+class RowMove:
+    """What retiring a row took: `source` was copied over `target`, then `source` (now the last row) is cleared."""
+
+    source: int
+    target: int
+
+
+class Scheduler:
+    """Admits sequences first come, first served, and keeps the decoding ones in rows without gaps.
+
+    A sequence is admitted once the blocks for its longest outcome are free, so it never has to be interrupted.
+    """
+
+    def __init__(
+        self, allocator: BlockAllocator, *, block_size: int, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._allocator = allocator
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def schedule(self) -> PrefillBatch | DecodeBatch:
+        """The next batch. Sequences whose prompt it completes get the rows after the running ones."""
+        assert self.has_work, "a batch was asked for although no sequence is left"
+        self._admit()
+        if self.prefilling:
+            return PrefillBatch(self._chunks())
+        assert self.running, "the first waiting sequence fits into an idle engine"
+        return DecodeBatch(list(self.running))
+
+    def retire(self, sequence: Sequence) -> RowMove | None:
+        """Take a sequence out, wherever it stands; tells which rows change if it had one.
+
+        The row must be moved and cleared on the device before `release` gives the sequence's blocks to others.
+        """
+        if sequence.row is None:
+            (self.prefilling if sequence in self.prefilling else self.waiting).remove(sequence)
+            return None
+        move = RowMove(source=len(self.running) - 1, target=sequence.row)
+        last = self.running.pop()
+        if last is not sequence:
+            self.running[move.target] = last
+            last.row = move.target
+        sequence.row = None
+        return move
+
+    def release(self, sequence: Sequence) -> None:
+        """Give back the blocks of a retired sequence."""
+        self._allocator.free(sequence.blocks)
+        sequence.blocks = []
+
+    def _admit(self) -> None:
+        while self.waiting and len(self.prefilling) + len(self.running) < self._max_num_seqs:
+            num_blocks = -(-self.waiting[0].max_len // self._block_size)
+            if num_blocks > self._allocator.num_free:
+                return
+            sequence = self.waiting.popleft()
+            sequence.start_time = time.perf_counter()
+            sequence.blocks = self._allocator.allocate(num_blocks)
+            self.prefilling.append(sequence)
+
+    def _chunks(self) -> list[PrefillChunk]:
+        chunks = []
+        budget = self._max_num_batched_tokens
+        for sequence in list(self.prefilling):
+            start = sequence.num_computed
+            stop = min(len(sequence.prompt_ids), start + budget)
+            chunk = PrefillChunk(sequence, start, stop)
+            chunks.append(chunk)
+            if chunk.is_last:
+                self.prefilling.remove(sequence)
+                sequence.row = len(self.running)
+                self.running.append(sequence)
+            budget -= stop - start
+            if not budget:
+                break
+        return chunks

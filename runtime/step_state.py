@@ -1,0 +1,103 @@
+"""The state that decode steps read and advance, owned by the device: one set, whatever is replayed over it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels import SINK_BLOCK, commit, update_rows
+
+_ENTRIES = 4
+"""Depth of the two rings between host and device: a host one or two steps ahead never touches an entry in use."""
+
+
+@dataclass(frozen=True)
+class RowUpdate:
+    """What the host wants a row to be: `token_id` is fed next, at `position`, seeing `seq_len` keys."""
+
+    row: int
+    token_id: int
+    position: int
+    seq_len: int
+    blocks: list[int]
+
+
+class StepState:
+    """`max_num_seqs` rows of decode state; live rows are the leading ones.
+
+    The host changes single rows, in stream order, through `write_rows`, `move_row` and `clear_rows`; a step advances
+    the live rows through `commit`. Whole arrays are never overwritten, so a host that runs ahead of the device cannot
+    undo what a step in flight has done.
+
+    Attributes:
+        token_ids, positions: `[max_num_seqs]` int64, the token each row is fed next and its position.
+        seq_lens: `[max_num_seqs]` int32, keys visible in the next step; 0 marks a dead row.
+        block_tables: `[max_num_seqs, max_blocks_per_seq]` int32; columns not in use name the sink block.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device) -> None:
+        self.token_ids = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
+        self.block_tables = torch.full((max_num_seqs, max_blocks_per_seq), SINK_BLOCK, dtype=torch.int32, device=device)
+        self._sampled = torch.zeros(_ENTRIES, max_num_seqs, dtype=torch.int64, device=device)
+        self._step = torch.zeros(1, dtype=torch.int64, device=device)
+        self._num_commits = 0
+        shape = (max_num_seqs, 4 + max_blocks_per_seq)
+        self._staging = _StagingRing(shape, device)
+
+    def write_rows(self, updates: list[RowUpdate]) -> None:
+        """Make rows what the updates say; at most one update a row."""
+        if not updates:
+            return
+        width = self.block_tables.shape[1]
+        records = [
+            [u.row, u.token_id, u.position, u.seq_len, *u.blocks, *[SINK_BLOCK] * (width - len(u.blocks))]
+            for u in updates
+        ]
+        staged = self._staging.put(torch.tensor(records, dtype=torch.int64))
+        update_rows(staged, self.token_ids, self.positions, self.seq_lens, self.block_tables)
+
+    def clear_rows(self, rows: list[int]) -> None:
+        """Retire rows: length 0, every table column the sink. Must come before their blocks are given back."""
+        self.write_rows([RowUpdate(row, 0, 0, 0, []) for row in rows])
+
+    def move_row(self, source: int, target: int) -> None:
+        """Copy row `source` over row `target`, on the device: the host may not know yet what `source` holds."""
+        for tensor in (self.token_ids, self.positions, self.seq_lens, self.block_tables):
+            tensor[target].copy_(tensor[source])
+
+    def commit(self, sampled: Tensor) -> int:
+        """End a step over the first `len(sampled)` rows; returns the step's number, for `read`."""
+        n = sampled.shape[0]
+        commit(sampled, self.token_ids[:n], self.positions[:n], self.seq_lens[:n], self._sampled, self._step)
+        self._num_commits += 1
+        return self._num_commits - 1
+
+    def read(self, step: int, num_rows: int) -> list[int]:
+        """The tokens that a recent step sampled for its first rows; waits for the device."""
+        assert self._num_commits - _ENTRIES <= step < self._num_commits, "a step is read while the ring still holds it"
+        return self._sampled[step % _ENTRIES, :num_rows].tolist()
+
+
+class _StagingRing:
+    """Pinned host buffers in turn, each reused only after the copy out of it has run."""
+
+    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
+        self._device = device
+        self._next = 0
+        self._buffers: list[Tensor] = []
+        self._copied: list[torch.cuda.Event] = []
+        if device.type == "cuda":
+            self._buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(_ENTRIES)]
+            self._copied = [torch.cuda.Event() for _ in range(_ENTRIES)]  # type: ignore[no-untyped-call]
+
+    def put(self, records: Tensor) -> Tensor:
+        """`records` on the device, copied in stream order."""
+        if not self._buffers:
+            return records.to(self._device)
+        index, self._next = self._next, (self._next + 1) % len(self._buffers)
+        self._copied[index].synchronize()
+        staged = self._buffers[index][: records.shape[0]].copy_(records).to(self._device, non_blocking=True)
+        self._copied[index].record()
+        return staged
