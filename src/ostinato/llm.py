@@ -1,0 +1,269 @@
+"""The face of the engine: load a model, generate."""
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from .model import SHAPES, ModelConfig
+from .model.config import DTYPES
+from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
+from .runtime import Engine, EngineConfig, SamplingParams
+from .runtime import Sequence as EngineSequence
+from .weights import LoadReport, Tokenizer, dummy_model, load_model, open_checkpoint, resolve
+
+DEMO_SHAPE = "smollm2-135m"
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model that is loaded and ready to generate. Not for use by several threads at once.
+
+    Args:
+        model: a folder of a Hugging Face checkpoint, a `.gguf` file, a hub id, or None for the demo model. With
+            `load_format="dummy"`: a named shape (`ostinato.model.SHAPES`), a ModelConfig, or None for the demo's shape.
+        revision: branch, tag or commit of a hub id.
+        device: "cpu", "cuda", "cuda:1" …; None: CUDA if there is one, else the CPU.
+        dtype: of weights and KV cache: "auto" (what the checkpoint says), "float32", "float16", "bfloat16", or a
+            torch dtype.
+        load_format: "auto", or "dummy" for seeded random weights without a checkpoint.
+        config: sizes of the engine; None for the defaults.
+        seed: of the dummy weights.
+        progress: called with (bytes read, bytes in all) while a checkpoint loads.
+
+    Attributes:
+        tokenizer: None if the model has none; then prompts are token ids and outputs have no text.
+        model_config: the architecture.
+        load_report: seconds and bytes of the load; None for dummy weights.
+        eos_token_ids: ids that end an output: those of the config, the generation config and the tokenizer together.
+
+    Raises:
+        ValueError, OSError: a model that cannot be found or is not supported, a device that is not there, sizes that
+            do not fit. One sentence that names the value and the limit.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | ModelConfig | None = None,
+        *,
+        revision: str | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype = "auto",
+        load_format: Literal["auto", "dummy"] = "auto",
+        config: EngineConfig | None = None,
+        seed: int = 0,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        target, wanted = _device(device), _dtype(dtype)
+        self.tokenizer: Tokenizer | None = None
+        self.load_report: LoadReport | None = None
+        generation_config: Mapping[str, Any] = {}
+        if load_format == "dummy":
+            if revision is not None:
+                raise ValueError(f"revision {revision!r} only means something for a hub id, not for a shape")
+            shape = model if isinstance(model, ModelConfig) else named_shape(model)
+            decoder = dummy_model(shape, dtype=wanted or shape.dtype or torch.float32, device=target, seed=seed)
+        elif load_format == "auto":
+            if isinstance(model, ModelConfig):
+                raise ValueError('a ModelConfig has no weights: pass load_format="dummy" for random ones')
+            checkpoint = open_checkpoint(resolve(model, revision=revision))
+            self.tokenizer = checkpoint.load_tokenizer()
+            generation_config = checkpoint.generation_config
+            decoder, self.load_report = load_model(checkpoint, dtype=wanted, device=target, progress=progress)
+        else:
+            raise ValueError(f'load_format must be "auto" or "dummy", got {load_format!r}')
+        self.model_config = decoder.config
+        self.eos_token_ids = eos_token_ids(decoder.config, generation_config, self.tokenizer)
+        self._model = decoder
+        self._engine = Engine(
+            decoder, config or EngineConfig(), tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._model.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence, prompt and output together."""
+        return self._engine.max_model_len
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Complete one prompt or several; the outputs come in the order of the prompts.
+
+        All requests are checked before any is computed.
+
+        Args:
+            prompts: a text, a list of token ids, or a list of either.
+            params: for all prompts, or one for each; None for the defaults of `SamplingParams`.
+
+        Raises:
+            ValueError, TypeError: a prompt or parameter that is not valid; nothing has been computed then.
+        """
+        singles = _prompts(prompts)
+        each = list(params) if isinstance(params, Sequence) else [_params(params)] * len(singles)
+        if len(each) != len(singles):
+            raise ValueError(f"{len(singles)} prompts were given, but {len(each)} SamplingParams")
+        started = time.perf_counter()
+        groups = [self._engine.create(self.encode(p), _params(one)) for p, one in zip(singles, each, strict=True)]
+        for _ in self._run([sequence for group in groups for sequence in group]):
+            pass
+        return [_request_output(p, group, started) for p, group in zip(singles, groups, strict=True)]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamDelta]:
+        """Complete one prompt, token by token. The joined texts are the text that `generate` gives.
+
+        The request is checked here and computed as the iterator is read. Closing the iterator ends the request; several
+        may be read in turns.
+        """
+        sequences = self._engine.create(self.encode(prompt), _params(params))
+
+        def deltas() -> Generator[StreamDelta]:
+            shown = [0] * len(sequences)
+            for _ in self._run(sequences):
+                for index, sequence in enumerate(sequences):
+                    start, shown[index] = shown[index], len(sequence.output_ids)
+                    if start < shown[index]:
+                        text = "".join(sequence.output_texts[start:])
+                        reason = sequence.finish_reason
+                        yield StreamDelta(index, text, sequence.output_ids[start:], reason and reason.value)
+
+        return deltas()
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+        """The reply to a conversation, `[{"role": "user", "content": "…"}, …]`, through the model's chat template.
+
+        Raises:
+            ValueError: no tokenizer, no chat template, or messages that the template refuses.
+        """
+        return self.generate(self.encode_chat(messages), params)[0]
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; ids are passed through as they are."""
+        if not isinstance(prompt, str):
+            if not isinstance(prompt, Sequence) or isinstance(prompt, (str, bytes)):
+                raise TypeError(f"a prompt must be a text or a list of token ids, got {prompt!r}")
+            return list(prompt)
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer: give the prompt as token ids")
+        return self.tokenizer.encode(prompt)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Token ids of a conversation up to where the model's reply begins."""
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer, hence no chat template")
+        return self.tokenizer.encode_chat(messages)
+
+    def _run(self, sequences: list[EngineSequence]) -> Iterator[None]:
+        """Queue sequences and step until all have ended, yielding whenever there may be news; what is left is aborted.
+
+        Other requests advance with them, so that requests may be read in turns.
+        """
+        for sequence in sequences:
+            self._engine.add(sequence)
+        try:
+            while not all(sequence.is_finished for sequence in sequences):
+                self._engine.step()
+                yield
+            yield  # what a step for another request has brought since
+        finally:
+            for sequence in sequences:
+                self._engine.abort(sequence)
+
+
+def eos_token_ids(
+    config: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> frozenset[int]:
+    """Ids that end an output: the union of what the config, the generation config and the tokenizer name.
+
+    Those that the model cannot generate, since its vocabulary is smaller, are left out.
+    """
+    named = generation_config.get("eos_token_id")
+    from_generation = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(type(token_id) is int and token_id >= 0 for token_id in from_generation):
+        raise ValueError(f"generation_config.json: eos_token_id {named!r} is not a token id or a list of them")
+    named_ids = [*from_generation, *config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())]
+    return frozenset(token_id for token_id in named_ids if token_id < config.vocab_size)
+
+
+def named_shape(name: str | Path | None) -> ModelConfig:
+    """One of `SHAPES`; None and "demo" are the demo model's. Raises ValueError for a name that is none of them."""
+    name = DEMO_SHAPE if name is None or name == "demo" else str(name)
+    if name not in SHAPES:
+        raise ValueError(f"{name!r} is not a named shape; named shapes: {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(params: SamplingParams | None) -> SamplingParams:
+    if params is not None and not isinstance(params, SamplingParams):
+        raise TypeError(f"params must be SamplingParams, got {params!r}")
+    return params or SamplingParams()
+
+
+def _request_output(prompt: Prompt, sequences: list[EngineSequence], called: float) -> RequestOutput:
+    first = min(sequence.first_token_time for sequence in sequences)
+    generated = sum(len(sequence.output_ids) for sequence in sequences)
+    metrics = RequestMetrics(
+        prompt_tokens=len(sequences[0].prompt_ids),
+        generated_tokens=generated,
+        num_samples=len(sequences),
+        time_to_first_token=first - called,
+        prefill_seconds=first - min(sequence.start_time for sequence in sequences),
+        decode_seconds=max(sequence.finish_time for sequence in sequences) - first,
+    )
+    outputs = []
+    for sequence in sequences:
+        assert sequence.finish_reason is not None, "outputs are made of finished sequences"
+        outputs.append(
+            CompletionOutput(
+                index=sequence.sample_index,
+                text="".join(sequence.output_texts),
+                token_ids=sequence.output_ids,
+                logprobs=sequence.logprobs if sequence.params.logprobs else None,
+                finish_reason=sequence.finish_reason.value,
+                stop_reason=sequence.stop_reason,
+            )
+        )
+    return RequestOutput(prompt if isinstance(prompt, str) else None, list(sequences[0].prompt_ids), outputs, metrics)
+
+
+def _device(device: str | torch.device | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is not a device; supported: cpu, cuda, cuda:N") from error
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r} is not supported; supported: cpu, cuda, cuda:N")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} was asked for, but torch finds no CUDA device here")
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise ValueError(
+            f"device {device!r} was asked for, but there are only {torch.cuda.device_count()} CUDA devices"
+        )
+    return target
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    if dtype == "auto":
+        return None
+    found = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in DTYPES.values():
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
+    return found
