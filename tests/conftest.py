@@ -51,3 +51,79 @@ def nan_poison() -> Callable[..., torch.Tensor]:
         return torch.full(shape, value, dtype=dtype, device=device)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def write_chat_model() -> Callable[..., Path]:
+    """`write_chat_model(path, **changes)`: a whole model on disk, of random weights and under 200 tokens.
+
+    The tokenizer knows newline, ASCII and the bytes of "é🙂", one token each, and "<s>" and "</s>" as ids 0 and 1.
+    Changes are to config.json, a change to `...` leaves the key out. Special arguments: `generation_config` (contents,
+    or None for no file), `tokenizer` and `chat_template` (False: none), `dtypes` (of norms and of all else).
+    """
+    import json
+
+    from safetensors.torch import save_file
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    from ostinato.model import ModelConfig
+    from ostinato.weights.names import name_table
+
+    template = (
+        "{% for message in messages %}<s>{{ message['role'] }}\n{{ message['content'] }}</s>\n{% endfor %}"
+        "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
+    )
+
+    def write(
+        path: Path,
+        *,
+        generation_config: object = None,
+        tokenizer: bool = True,
+        chat_template: bool = True,
+        dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32),
+        **changes: object,
+    ) -> Path:
+        path.mkdir(exist_ok=True)
+        as_text = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        characters = ["\n", *map(chr, range(32, 127)), "é", "🙂"]
+        letters = dict.fromkeys("".join(as_text.pre_tokenize_str(character)[0][0] for character in characters))
+        vocabulary = {"<s>": 0, "</s>": 1, **{letter: 2 + index for index, letter in enumerate(letters)}}
+        backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+        backend.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+        backend.pre_tokenizer, backend.decoder = as_text, decoders.ByteLevel()
+        if tokenizer:
+            backend.save(str(path / "tokenizer.json"))
+            named = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": template} if chat_template else {})
+            (path / "tokenizer_config.json").write_text(json.dumps(named))
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": len(vocabulary),
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "max_position_embeddings": 160,
+            "dtype": "float32",
+            **changes,
+        }
+        config = {key: value for key, value in config.items() if value is not ...}
+        (path / "config.json").write_text(json.dumps(config))
+        if generation_config is not None:
+            (path / "generation_config.json").write_text(json.dumps(generation_config))
+        generator = torch.Generator().manual_seed(2)
+        tensors = {
+            name: torch.randn(rows.shape, generator=generator).to(dtypes["norm" not in name])
+            for name, rows in name_table(ModelConfig.from_hf(config)).items()
+        }
+        save_file(tensors, path / "model.safetensors")
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def chat_model(write_chat_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `write_chat_model` without changes."""
+    return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
