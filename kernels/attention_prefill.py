@@ -23,7 +23,8 @@ def attention_prefill_ref(
 
     Sequence `s` owns the queries `cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1`, which are its newest tokens: query `i`
     of `n` stands at position `p = seq_lens[s] - n + i` and sees keys `max(0, p - window + 1) .. p`. The keys of the
-    queries themselves must be in the cache already. Tokens past the last offset are padding and give zeros.
+    queries themselves must be in the cache already. Keys that no query sees may hold anything. Tokens past the last
+    offset are padding and give zeros.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`.
@@ -43,12 +44,12 @@ def attention_prefill_ref(
             continue
         table = block_tables[seq : seq + 1, : -(-length // block_size)]
         key = torch.arange(table.shape[1] * block_size, device=q.device)
-        k = gather_blocks(k_cache, table, (key < length)[None])[:, :, :length]
-        v = gather_blocks(v_cache, table, (key < length)[None])[:, :, :length]
         position = torch.arange(length - (stop - start), length, device=q.device)[:, None]
-        visible = key[:length] <= position
+        visible = key <= position
         if window is not None:
-            visible &= key[:length] > position - window
+            visible &= key > position - window
+        seen = visible.any(0, keepdim=True)
+        k, v = gather_blocks(k_cache, table, seen), gather_blocks(v_cache, table, seen)
         queries = q[start:stop].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         # Heads of one KV head share it by broadcasting: [num_kv_heads, group, n, head_dim] against [.., 1, length, ..].
         answer = F.scaled_dot_product_attention(

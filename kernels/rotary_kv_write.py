@@ -29,14 +29,15 @@ def rotary_kv_write_ref(
         cos, sin: `[num_tokens, rotary_dim / 2]` float32.
         slot_mapping: `[num_tokens]` int64.
         k_cache, v_cache: `[num_blocks, num_kv_heads, block_size, head_dim]`, written in place.
-        q_norm_weight, k_norm_weight: `[head_dim]`; per-head `rms_norm` with `norm_eps` before the rotation.
+        q_norm_weight, k_norm_weight: `[head_dim]`, both or neither; per-head `rms_norm` with `norm_eps` before the
+            rotation.
         out: the queries' buffer, written and returned when given.
     """
-    num_tokens = qkv.shape[0]
     _, num_kv_heads, block_size, head_dim = k_cache.shape
-    heads = qkv.view(num_tokens, -1, head_dim)
+    heads = qkv.view(qkv.shape[0], qkv.shape[1] // head_dim, head_dim)
     num_heads = heads.shape[1] - 2 * num_kv_heads
     assert num_heads > 0, "qkv must hold at least one query head beside the K and V heads of the cache"
+    assert (q_norm_weight is None) == (k_norm_weight is None), "queries and keys are normed both or neither"
     qk, v = heads[:, : num_heads + num_kv_heads], heads[:, num_heads + num_kv_heads :]
     if q_norm_weight is not None and k_norm_weight is not None:
         q = rms_norm_ref(qk[:, :num_heads], q_norm_weight, norm_eps)

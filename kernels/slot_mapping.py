@@ -14,7 +14,9 @@ def slot_mapping_ref(
     cu_seqlens_q: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """KV slot of each token, `[num_tokens]` int64; a position past the table's reach goes to the sink block.
+    """KV slot of each token, `[num_tokens]` int64.
+
+    A position past the table's reach goes to the sink block, and so does a token past the last query offset (padding).
 
     Args:
         positions: `[num_tokens]` int64.
@@ -25,11 +27,11 @@ def slot_mapping_ref(
     num_tokens, (num_seqs, num_columns) = positions.shape[0], block_tables.shape
     seq = torch.arange(num_tokens, device=positions.device)
     if cu_seqlens_q is not None:
-        seq = torch.searchsorted(cu_seqlens_q, seq, right=True) - 1
-        seq = seq.clamp(max=num_seqs - 1)
+        seq = torch.searchsorted(cu_seqlens_q.to(torch.int64), seq, right=True) - 1
     column = positions // block_size
-    block = block_tables[seq, column.clamp(max=num_columns - 1)]
-    block = torch.where(column < num_columns, block, SINK_BLOCK).to(torch.int64)
+    mapped = (seq < num_seqs) & (column < num_columns)
+    block = block_tables[seq.clamp(max=num_seqs - 1), column.clamp(max=num_columns - 1)]
+    block = torch.where(mapped, block, SINK_BLOCK).to(torch.int64)
     return torch.add(block * block_size, positions % block_size, out=out)
 
 
