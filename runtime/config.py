@@ -40,9 +40,9 @@ class EngineConfig:
             optional = name in ("max_model_len", "kv_cache_memory_bytes")
             if not (value is None and optional) and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-        if self.block_size not in BLOCK_SIZES:
+        if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
             raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size!r}")
-        if not 0 < self.gpu_memory_utilization <= 1:
+        if type(self.gpu_memory_utilization) not in (int, float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
