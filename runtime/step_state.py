@@ -76,7 +76,9 @@ class StepState:
 
     def read(self, step: int, num_rows: int) -> list[int]:
         """The tokens that a recent step sampled for its first rows; waits for the device."""
-        assert self._num_commits - _ENTRIES <= step < self._num_commits, "a step is read while the ring still holds it"
+        assert max(0, self._num_commits - _ENTRIES) <= step < self._num_commits, (
+            "a step is read while the ring still holds it"
+        )
         return self._sampled[step % _ENTRIES, :num_rows].tolist()
 
 
@@ -99,5 +101,6 @@ class _StagingRing:
         index, self._next = self._next, (self._next + 1) % len(self._buffers)
         self._copied[index].synchronize()
         staged = self._buffers[index][: records.shape[0]].copy_(records).to(self._device, non_blocking=True)
-        self._copied[index].record()
+        # Named, since the current device need not be the one that copies.
+        self._copied[index].record(torch.cuda.current_stream(self._device))
         return staged
