@@ -5,6 +5,7 @@ from .dummy import dummy_model
 from .load import LoadReport, load_model
 from .names import NameMismatchError
 from .resolve import DEMO_HUB_ID, ResolveError, demo_model_path, resolve
+from .tokenizer import Tokenizer
 
 __all__ = [
     "DEMO_HUB_ID",
@@ -14,6 +15,7 @@ __all__ = [
     "NameMismatchError",
     "ResolveError",
     "TensorInfo",
+    "Tokenizer",
     "demo_model_path",
     "dummy_model",
     "load_model",

@@ -58,6 +58,11 @@ class Tokenizer:
 
         return folder_tokenizer(path)
 
+    @property
+    def kind(self) -> str:
+        """The algorithm that splits a text: BPE, Unigram, WordPiece or WordLevel."""
+        return type(self._backend.model).__name__
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text.
 
