@@ -12,7 +12,7 @@ from .block_allocator import BlockAllocator
 from .config import EngineConfig, plan_kv_cache
 from .detokenizer import TokenDecoder
 from .model_runner import ModelRunner
-from .sampler import Sampler
+from .sampler import MAX_BANNED_IDS, Sampler
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
 from .sequence import FinishReason, Sequence, TokenLogprobs
@@ -32,7 +32,8 @@ class Engine:
         eos_token_ids: ids that end a sequence unless it ignores them.
 
     Raises:
-        ValueError: the KV cache does not fit, or `max_model_len` does not fit into it.
+        ValueError: the KV cache does not fit, `max_model_len` does not fit into it, or an end id is outside the
+            vocabulary.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Engine:
         plan = plan_kv_cache(config, model.config, model.dtype, kv_cache_bytes(config, model.device))
         self.vocab_size = model.config.vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
+        for token_id in self.eos_token_ids:
+            self._check_token_id("end", token_id)
         self.kv_plan = plan
         self._tokenizer = tokenizer
         kv_cache = KVCache.allocate(
@@ -85,6 +88,8 @@ class Engine:
         if params.min_tokens > max_tokens:
             raise ValueError(f"min_tokens {params.min_tokens} is above the {max_tokens} tokens left in the context")
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
+        if params.min_tokens and len(stop_ids) > MAX_BANNED_IDS:
+            raise ValueError(f"min_tokens can hold off at most {MAX_BANNED_IDS} stop and end ids, got {len(stop_ids)}")
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return [
             Sequence(
@@ -110,14 +115,22 @@ class Engine:
         self._scheduler.add(sequence)
 
     def step(self) -> None:
-        """Do one batch of work: part of some prompts, or one token for every sequence that is through with its own."""
+        """Do one batch of work: part of some prompts, or one token for every sequence that is through with its own.
+
+        If it fails, or is interrupted, the sequences that were under way are aborted: their rows may be anywhere
+        between two steps. Those that wait can still be served.
+        """
         batch = self._scheduler.schedule()
-        result = self._runner.run(batch)
-        now = time.perf_counter()
-        for sequence, token_id, logprobs in zip(result.sequences, result.token_ids, result.logprobs, strict=True):
-            self._accept(sequence, token_id, logprobs, now)
-            if sequence.is_finished:
-                self._retire(sequence)
+        try:
+            result = self._runner.run(batch)
+            now = time.perf_counter()
+            for sequence, token_id, logprobs in zip(result.sequences, result.token_ids, result.logprobs, strict=True):
+                self._accept(sequence, token_id, logprobs, now)
+                if sequence.is_finished:
+                    self._retire(sequence)
+        except BaseException:
+            self._abandon()
+            raise
 
     def abort(self, sequence: Sequence) -> None:
         """Stop a queued sequence wherever it stands; one that has ended is left alone."""
@@ -149,6 +162,14 @@ class Engine:
         if sequence.is_finished:
             sequence.finish_time = now
 
+    def _abandon(self) -> None:
+        """Take out every sequence that holds blocks."""
+        for sequence in [*self._scheduler.prefilling, *self._scheduler.running]:
+            if sequence.is_finished:
+                self._retire(sequence)
+            else:
+                self.abort(sequence)
+
     def _retire(self, sequence: Sequence) -> None:
         """Take a sequence's row off the device before its blocks can go to another."""
         move = self._scheduler.retire(sequence)
@@ -162,9 +183,12 @@ class Engine:
         for token_id in prompt_ids:
             if type(token_id) is not int:
                 raise TypeError(f"a prompt's token ids must be integers, got {token_id!r}")
-            if not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"token id {token_id} is not in the vocabulary, 0 ... {self.vocab_size - 1}")
+            self._check_token_id("prompt", token_id)
         return list(prompt_ids)
+
+    def _check_token_id(self, kind: str, token_id: int) -> None:
+        if not 0 <= token_id < self.vocab_size:
+            raise ValueError(f"{kind} token id {token_id} is not in the vocabulary, 0 ... {self.vocab_size - 1}")
 
 
 def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -41,9 +41,8 @@ class ModelRunner:
         if source != target:
             self._state.move_row(source, target)
             self._sampler.move_row(source, target)
-        else:
-            self._sampler.clear_row(source)
         self._state.clear_rows([source])
+        self._sampler.clear_row(source)
 
     def _prefill(self, batch: PrefillBatch) -> StepResult:
         chunks = batch.chunks
