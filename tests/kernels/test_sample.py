@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from ostinato.kernels import greedy_ref, sample_ref
+from ostinato.kernels.philox import random_bits_ref
 from ostinato.kernels.sample import filter_ref
 
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0, "sample_index": 0, "position": 0}
@@ -290,3 +291,36 @@ def test_b22_torch_s_generators_are_neither_read_nor_moved() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     torch.manual_seed(99)
     assert torch.equal(draw(logits, rows), first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocab_size", [8, 1001, 128256])
+def test_a_cuda_device_draws_what_the_cpu_draws(vocab_size: int) -> None:
+    """Random bits exactly; tokens unless two race times are within a rounding of exp or log1p, about once in 10**6."""
+    key = torch.arange(32) * 2**57, torch.arange(32) % 2, torch.arange(32)
+    assert torch.equal(
+        random_bits_ref(*(part.cuda() for part in key), vocab_size).cpu(), random_bits_ref(*key, vocab_size)
+    )
+    numbers = torch.arange(32)
+    columns = (numbers % 4 * 0.6, numbers % 3 * 5, 1 - numbers % 5 * 0.2, numbers % 2 * 0.05, *key)
+    logits = torch.randn(32, vocab_size) * 3
+    assert torch.equal(
+        sample_ref(logits.cuda(), *(column.cuda() for column in columns)).cpu(), sample_ref(logits, *columns)
+    )
+
+
+@pytest.mark.gpu
+def test_a_recorded_draw_follows_its_inputs() -> None:
+    logits, positions = torch.randn(4, 1001, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+    temperature, top_p = torch.full((4,), 0.8, device="cuda"), torch.full((4,), 0.9, device="cuda")
+    numbers = temperature, None, top_p, None, positions + 42, positions * 0, positions
+    out = torch.full((4,), -1, device="cuda")
+    sample_ref(logits, *numbers, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        sample_ref(logits, *numbers, out=out)
+    for _ in range(3):
+        logits.normal_()
+        positions += 1
+        graph.replay()
+        assert torch.equal(out, sample_ref(logits, *numbers))
