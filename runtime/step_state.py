@@ -92,7 +92,7 @@ class _StagingRing:
         self._copied: list[torch.cuda.Event] = []
         if device.type == "cuda":
             self._buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(_ENTRIES)]
-            self._copied = [torch.cuda.Event() for _ in range(_ENTRIES)]  # type: ignore[no-untyped-call]
+            self._copied = [torch.cuda.Event() for _ in range(_ENTRIES)]
 
     def put(self, records: Tensor) -> Tensor:
         """`records` on the device, copied in stream order."""
