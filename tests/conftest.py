@@ -1,8 +1,13 @@
 """Shared fixtures, and what happens to tests whose machine lacks something."""
 
+import io
+import json
 import os
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,8 +66,6 @@ def write_chat_model() -> Callable[..., Path]:
     Changes are to config.json, a change to `...` leaves the key out. Special arguments: `generation_config` (contents,
     or None for no file), `tokenizer` and `chat_template` (False: none), `dtypes` (of norms and of all else).
     """
-    import json
-
     from safetensors.torch import save_file
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -127,3 +130,51 @@ def write_chat_model() -> Callable[..., Path]:
 def chat_model(write_chat_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model of `write_chat_model` without changes."""
     return write_chat_model(tmp_path_factory.mktemp("models") / "chat")
+
+
+@dataclass(frozen=True)
+class CliResult:
+    """What a command line did."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> dict[str, Any]:
+        """Standard output as an object, of JSON without NaN and Infinity."""
+
+        def refuse(constant: str) -> None:
+            raise AssertionError(f"{constant} is not JSON")
+
+        document = json.loads(self.out, parse_constant=refuse)
+        assert isinstance(document, dict)
+        return document
+
+
+class _Stdin(io.TextIOWrapper):
+    def __init__(self, data: bytes | None) -> None:
+        super().__init__(io.BytesIO(data or b""), encoding="utf-8")
+        self._is_terminal = data is None
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., CliResult]:
+    """`cli(*args, stdin=b"")`: run the command line in this process, its output captured; stdin None is a terminal."""
+    from ostinato.cli import main
+
+    for name in ("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def run(*args: object, stdin: bytes | None = None) -> CliResult:
+        monkeypatch.setattr(sys, "stdin", _Stdin(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            main([str(arg) for arg in args])
+        result = CliResult(int(caught.value.code or 0), *capsys.readouterr())
+        assert "\x1b" not in result.out + result.err, "no control sequences where there is no terminal"
+        return result
+
+    return run

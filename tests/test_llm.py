@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ def test_forms_of_a_prompt(llm: LLM) -> None:
     ids = {text: llm.tokenizer.encode(text) for text in ("first", "second one")}
     alone = {text: tokens(llm.generate(text, GREEDY)) for text in ids}
     for text in ids:
-        for prompt in (ids[text], tuple(ids[text]), [text], [ids[text]]):
+        forms: list[Any] = [ids[text], tuple(ids[text]), [text], [ids[text]]]
+        for prompt in forms:
             assert tokens(llm.generate(prompt, GREEDY)) == alone[text]
     results = llm.generate(["first", ids["second one"], "first"], GREEDY)
     assert tokens(results) == alone["first"] + alone["second one"] + alone["first"]
@@ -66,7 +68,8 @@ def test_params_for_each_prompt(llm: LLM) -> None:
 
 def test_defaults_are_those_of_sampling_params(llm: LLM) -> None:
     [result] = llm.generate("a")
-    assert len(result.outputs[0].token_ids) <= SamplingParams().max_tokens == 16
+    assert SamplingParams().max_tokens == 16
+    assert len(result.outputs[0].token_ids) <= 16
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_stop_string(llm: LLM, shown: bool) -> None:
     for start, length in itertools.product((0, 7, 20), (1, 3)):
         stop = whole.text[start : start + length]
         found = whole.text.index(stop)
-        fields = {"temperature": 0.9, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+        fields: dict[str, Any] = {"temperature": 0.9, "seed": 5, "max_tokens": 40, "ignore_eos": True}
         output = complete(llm, SamplingParams(**fields, stop=["never", stop], include_stop_str_in_output=shown))
         assert output.text == whole.text[: found + (length if shown else 0)]
         assert output.token_ids == whole.token_ids[: len(output.token_ids)]

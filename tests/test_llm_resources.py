@@ -155,7 +155,7 @@ def test_many_requests_of_all_fates(llm: LLM) -> None:
         with pytest.raises(ValueError, match="-1"):
             llm.generate([ids, [-1]])
 
-    biases = {"temperature": 0.0, "max_tokens": 4}
+    biases: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4}
     fates: list[Callable[[list[int]], object]] = [
         lambda ids: llm.generate([ids], SamplingParams(**biases, logit_bias={EOS: 100})),
         lambda ids: llm.generate([ids], SamplingParams(**biases, logit_bias={36: 100}, stop="AA")),

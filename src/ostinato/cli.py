@@ -1,0 +1,286 @@
+"""The command line: `ostinato generate | chat | inspect`.
+
+What a command needs is imported when it runs, so that `--help` and `--version` answer without torch.
+"""
+
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from . import __version__
+from . import cli_options as options
+from .cli_options import LoadFormat, ending, output
+
+if TYPE_CHECKING:
+    from .llm import LLM
+    from .terminal import Terminal
+
+GENERATE_TOKENS = 256
+CHAT_TOKENS = 1024
+
+# Raised for arguments that do not parse; typer has no name for it, and newer ones bring a click of their own.
+UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command and exit: 0, 2 after a user's mistake, 130 after Ctrl-C.
+
+    Args:
+        args: instead of those of the process.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a model may write what the terminal's encoding does not have
+    settings = _Settings()
+    try:
+        words = sys.argv[1:] if args is None else list(args)
+        sys.exit(app(words or ["--help"], standalone_mode=False, obj=settings))
+    except (ValueError, TypeError, OSError, UsageError) as error:
+        if settings.debug:
+            raise
+        _complain(error)
+        sys.exit(2)
+
+
+@dataclass
+class _Settings:
+    """Of the whole command line; `main` makes them and `_global_options` fills them in."""
+
+    debug: bool = False
+
+
+def _complain(error: BaseException) -> None:
+    format_message = getattr(error, "format_message", None)
+    message = str(error) if format_message is None else format_message()
+    if isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    line = Text.assemble(("Error: ", "red"), " ".join(message.split()) or type(error).__name__)
+    Console(stderr=True).print(line, soft_wrap=True)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"ostinato {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global_options(
+    context: typer.Context,
+    debug: Annotated[bool, typer.Option("--debug", help="Show where in the program an error came up.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Generate text with Llama-style models.
+
+    A first try, with the demo model: ostinato generate --chat "Why is the sky blue?"
+    """
+    if isinstance(context.obj, _Settings):
+        context.obj.debug = debug
+
+
+@app.command()
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The text to go on from. Default: what stdin holds.")
+    ] = None,
+    file: Annotated[Path | None, typer.Option("--file", "-f", help="Read the prompt from this file.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a user's message: have it answered.")] = False,
+    system: options.System = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    load_format: options.Weights = LoadFormat.AUTO,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+    max_model_len: options.MaxModelLen = None,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = None,
+    max_tokens: Annotated[
+        int | None, ending(help=f"Most tokens to generate. Default: {GENERATE_TOKENS}, or what the context leaves.")
+    ] = None,
+    min_tokens: options.MinTokens = 0,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+    ignore_eos: options.IgnoreEos = False,
+    n: Annotated[int, output("-n", help="How many samples.")] = 1,
+    json: Annotated[bool, output("--json", help="Print one JSON document when all is done.")] = False,
+    logprobs: Annotated[bool, output("--logprobs", help="Log-probability of each token; with --json.")] = False,
+    top_logprobs: Annotated[int, output(help="Those of so many most probable tokens too; with --json.")] = 0,
+) -> None:
+    """Go on from a prompt, or answer it.
+
+    The text goes to stdout as it comes, everything else to stderr.
+    A model without tokenizer (dummy weights) has token ids for a prompt: "1 2 3".
+    """
+    if system is not None and not chat:
+        raise ValueError(f"--system {system!r} needs --chat")
+    if (logprobs or top_logprobs) and not json:
+        raise ValueError("--logprobs and --top-logprobs need --json")
+    text = _read_prompt(prompt, file)
+
+    from .completion import Completion
+    from .runtime import SamplingParams
+    from .terminal import Terminal
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        max_tokens=max(GENERATE_TOKENS, min_tokens) if max_tokens is None else max_tokens,
+        min_tokens=min_tokens,
+        stop=stop or (),
+        stop_token_ids=stop_token_id or (),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs or top_logprobs != 0,
+        top_logprobs=top_logprobs,
+        n=n,
+    )
+    terminal = Terminal()
+    llm = _load(terminal, model, revision, load_format, device, dtype, max_model_len, max_num_seqs=min(n, 32))
+    completion = Completion(llm, text, params, chat=chat, system=system, fit=max_tokens is None)
+    if json:
+        terminal.write(completion.json(model or "demo") + "\n")
+    else:
+        completion.stream(terminal)
+
+
+@app.command()
+def chat(
+    system: options.System = None,
+    model: options.Model = None,
+    revision: options.Revision = None,
+    device: options.Device = None,
+    dtype: options.DType = "auto",
+    max_model_len: options.MaxModelLen = None,
+    temperature: options.Temperature = 0.6,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 0.9,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = None,
+    max_tokens: Annotated[int, ending(help="Most tokens of an answer; fewer where the context ends.")] = CHAT_TOKENS,
+    stop: options.Stop = None,
+    stop_token_id: options.StopTokenId = None,
+) -> None:
+    """Talk with a model.
+
+    /help shows the commands. Ctrl-C stops an answer, Ctrl-D ends the conversation.
+    Where stdin is not a terminal, each of its lines is a message.
+    """
+    from .conversation import Conversation
+    from .runtime import SamplingParams
+    from .terminal import Terminal
+
+    params = SamplingParams(
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        max_tokens=max_tokens,
+        stop=stop or (),
+        stop_token_ids=stop_token_id or (),
+    )
+    terminal = Terminal()
+    llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, max_model_len, max_num_seqs=1)
+    Conversation(llm, params, terminal, system=system).run()
+
+
+@app.command()
+def inspect(
+    model: options.ModelArgument = None,
+    revision: options.Revision = None,
+    load_format: options.Weights = LoadFormat.AUTO,
+    json: Annotated[bool, output("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show what a model is, without loading its weights.
+
+    Of a model on the hub, only config and tokenizer are fetched.
+    """
+    from .inspect_model import facts_text, model_facts, shape_facts
+
+    facts = shape_facts(model) if load_format is LoadFormat.DUMMY else model_facts(model, revision)
+    print(dumps(facts, indent=2) if json else facts_text(facts), end="\n" if json else "")
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from where it is given; the newline that ends a file or a pipe is not part of it.
+
+    Raises:
+        ValueError: given twice, not at all, or not UTF-8.
+    """
+    if prompt is not None:
+        if file is not None:
+            raise ValueError(f"the prompt is given twice: as an argument and by --file {file}")
+        return prompt
+    if file is not None:
+        name, data = str(file), file.read_bytes()
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise ValueError("no prompt: give it as an argument, by --file, or through a pipe")
+    else:
+        name, data = "stdin", sys.stdin.buffer.read()
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name}: is not UTF-8 text: byte {data[error.start]:#04x} at {error.start}") from error
+    if not text:
+        raise ValueError(f"no prompt: {name} is empty")
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def _load(
+    terminal: "Terminal",
+    model: str | None,
+    revision: str | None,
+    load_format: LoadFormat,
+    device: str | None,
+    dtype: str,
+    max_model_len: int | None,
+    *,
+    max_num_seqs: int,
+) -> "LLM":
+    """Load a model with a bar and a line about it. One request at a time needs no KV cache for more sequences."""
+    from .llm import LLM
+    from .runtime import EngineConfig
+    from .terminal import load_line
+
+    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
+    with terminal.load_bar() as progress:
+        llm = LLM(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_format="dummy" if load_format is LoadFormat.DUMMY else "auto",
+            config=config,
+            progress=progress,
+        )
+    terminal.note(load_line(llm, model or "demo"))
+    return llm

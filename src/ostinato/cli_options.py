@@ -1,0 +1,56 @@
+"""Options that several commands share; their defaults stand with the commands."""
+
+from enum import StrEnum
+from functools import partial
+from typing import Annotated
+
+from typer import Argument, Option
+
+
+class LoadFormat(StrEnum):
+    """Where weights come from."""
+
+    AUTO = "auto"
+    DUMMY = "dummy"
+
+
+_model = partial(Option, rich_help_panel="Model")
+_sampling = partial(Option, rich_help_panel="Sampling")
+ending = partial(Option, rich_help_panel="Where the text ends")
+output = partial(Option, rich_help_panel="Output")
+
+_MODEL_HELP = "A folder of a Hugging Face checkpoint, a .gguf file, or a hub id. Default: the demo model."
+
+ModelArgument = Annotated[str | None, Argument(metavar="MODEL", help=_MODEL_HELP)]
+Model = Annotated[str | None, _model("--model", "-m", help=_MODEL_HELP)]
+Revision = Annotated[str | None, _model(help="Branch, tag or commit of a hub id.")]
+Weights = Annotated[
+    LoadFormat, _model("--load-format", help="dummy: random weights of a named shape, such as -m llama-3.2-1b.")
+]
+Device = Annotated[str | None, _model(help="cpu, cuda or cuda:N. Default: CUDA where there is one, else the CPU.")]
+DType = Annotated[
+    str, _model(help="Of weights and KV cache: float32, float16, bfloat16, or auto, what the checkpoint says.")
+]
+MaxModelLen = Annotated[
+    int | None, _model(help="Tokens of prompt and output together. Default: as many as model and memory admit.")
+]
+
+Temperature = Annotated[
+    float, _sampling("--temperature", "-t", help="0 is greedy: the most probable token, the same text every time.")
+]
+TopK = Annotated[int, _sampling(help="Draw from so many most probable tokens. 0: from all.")]
+TopP = Annotated[float, _sampling(help="Draw from the fewest tokens that hold this share of the probability.")]
+MinP = Annotated[
+    float, _sampling(help="Draw only from tokens this probable, as a share of the most probable one's probability.")
+]
+RepetitionPenalty = Annotated[float, _sampling(help="Above 1: against tokens that are in the prompt or the output.")]
+PresencePenalty = Annotated[float, _sampling(help="Above 0: against tokens that are in the output.")]
+FrequencyPenalty = Annotated[float, _sampling(help="Above 0: the same, for each time that they are in the output.")]
+Seed = Annotated[int | None, _sampling(help="Makes random draws repeatable. Default: others each time.")]
+
+MinTokens = Annotated[int, ending(help="Nothing ends the text before so many tokens.")]
+Stop = Annotated[list[str] | None, ending(help="A string that ends the text; may be given several times.")]
+StopTokenId = Annotated[list[int] | None, ending(help="A token id that ends the text; may be given several times.")]
+IgnoreEos = Annotated[bool, ending("--ignore-eos", help="Go on past the model's own end tokens.")]
+
+System = Annotated[str | None, Option("--system", metavar="TEXT", help="The system message of the conversation.")]
