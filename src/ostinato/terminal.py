@@ -38,8 +38,8 @@ class Terminal:
         task = bar.add_task("loading")
 
         def show(done: int, total: int) -> None:
-            bar.start()
             bar.update(task, completed=done, total=total)
+            bar.start()
 
         try:
             yield show
