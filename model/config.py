@@ -1,6 +1,6 @@
 """The architecture as numbers: a Hugging Face config translated once, into frozen dataclasses."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -186,7 +186,7 @@ class _Reader:
         for key, accepted in NEUTRAL.items():
             value = self.config.get(key)
             if value is not None and value not in accepted:
-                allowed = " or ".join(map(repr, (*accepted, None)))
+                allowed = " or ".join((*map(repr, accepted), "null"))
                 raise UnsupportedModelError(f"config key {key} = {value!r} is not supported; supported: {allowed}")
 
     def size(self, key: str, default: int | None = None) -> int:
@@ -197,9 +197,12 @@ class _Reader:
             raise UnsupportedModelError(f"config key {key} = {value!r} is not a whole number from 1 to {2**31 - 1}")
         return value
 
-    def positive(self, key: str, default: float, source: Mapping[str, Any] | None = None) -> float:
-        value = (self.config if source is None else source).get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.config.get(key, default)
+        if value is None:
+            raise UnsupportedModelError(f"config key {key} is missing")
+        # A whole number too large for a float compares as such, and would overflow below.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
             raise UnsupportedModelError(f"config key {key} = {value!r} is not a positive finite number")
         return float(value)
 
@@ -212,7 +215,7 @@ class _Reader:
     def token_ids(self, key: str) -> tuple[int, ...]:
         value = self.config.get(key, [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in ids):
             raise UnsupportedModelError(f"config key {key} = {value!r} is not a token id or a list of them")
         return tuple(ids)
 
@@ -228,37 +231,48 @@ class _Reader:
     def rotary(self, head_dim: int, max_position: int) -> RotaryConfig:
         """Both spellings: `rope_parameters` (with the theta inside), and `rope_theta` beside `rope_scaling`.
 
-        The nested value wins where both are given.
+        The nested theta wins where both are given.
         """
-        nested: dict[str, Any] = {}
-        for key in ("rope_scaling", "rope_parameters"):
-            value = self.config.get(key, {})
-            if not isinstance(value, dict):
-                raise UnsupportedModelError(f"config key {key} = {value!r} is not an object")
-            if any(isinstance(item, dict) for item in value.values()):
-                raise UnsupportedModelError(
-                    f"{key} by layer type ({', '.join(value)}) is not supported; supported: one"
-                )
-            nested |= {name: item for name, item in value.items() if item is not None}
-        if self.positive("partial_rotary_factor", 1.0, nested) != 1.0:
+        rope = _Reader(self._rope_parameters())
+        if rope.positive("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedModelError(
-                f"partial_rotary_factor {nested['partial_rotary_factor']!r} is not supported; supported: 1.0"
+                f"config key partial_rotary_factor = {rope.config['partial_rotary_factor']!r} is not supported; "
+                "supported: 1.0 or null"
             )
-        kind = nested.get("rope_type", nested.get("type", "default"))
+        kind = rope.config.get("rope_type", "default")
         if kind not in ROTARY_KINDS:
-            raise UnsupportedModelError(f"rope type {kind!r} is not supported; supported: {', '.join(ROTARY_KINDS)}")
-        theta = self.positive("rope_theta", self.positive("rope_theta", 10000.0), nested)
-        rotary = RotaryConfig(kind, theta, head_dim)
+            raise UnsupportedModelError(f"rope_type {kind!r} is not supported; supported: {', '.join(ROTARY_KINDS)}")
+        theta = rope.positive("rope_theta", self.positive("rope_theta", 10000.0))
         if kind == "default":
-            return rotary
-        if "factor" not in nested:
-            raise UnsupportedModelError(f"rope type {kind!r} needs a factor")
-        rotary = RotaryConfig(kind, theta, head_dim, factor=self.positive("factor", 1.0, nested))
+            return RotaryConfig(kind, theta, head_dim)
+        factor = rope.positive("factor")
         if kind == "linear":
-            return rotary
-        low = self.positive("low_freq_factor", rotary.low_freq_factor, nested)
-        high = self.positive("high_freq_factor", rotary.high_freq_factor, nested)
+            return RotaryConfig(kind, theta, head_dim, factor)
+        low, high = rope.positive("low_freq_factor"), rope.positive("high_freq_factor")
         if not low < high:
             raise UnsupportedModelError(f"low_freq_factor {low} is not below high_freq_factor {high}")
-        original = int(self.positive("original_max_position_embeddings", max_position, nested))
-        return RotaryConfig(kind, theta, head_dim, rotary.factor, low, high, original)
+        # As in transformers: the top-level length beats the nested one, and `max_position` stands in for both.
+        nested = rope.size("original_max_position_embeddings", max_position)
+        original = self.size("original_max_position_embeddings", nested)
+        return RotaryConfig(kind, theta, head_dim, factor, low, high, original)
+
+    def _rope_parameters(self) -> dict[str, Any]:
+        """`rope_scaling` and `rope_parameters` as one, nulls dropped, `type` under its newer name `rope_type`."""
+        merged: dict[str, Any] = {}
+        for key in ("rope_scaling", "rope_parameters"):
+            block = self.config.get(key, {})
+            if not isinstance(block, dict):
+                raise UnsupportedModelError(f"config key {key} = {block!r} is not an object")
+            for name, value in block.items():
+                if isinstance(value, dict):
+                    raise UnsupportedModelError(
+                        f"config key {key} by layer type ({', '.join(map(str, block))}) is not supported; "
+                        "supported: one block for all layers"
+                    )
+                name = "rope_type" if name == "type" else name
+                if value is None:
+                    continue
+                if name in merged and merged[name] != value:
+                    raise UnsupportedModelError(f"{name} is given twice: {merged[name]!r} and {value!r}")
+                merged[name] = value
+        return merged

@@ -85,6 +85,9 @@ class Decoder(nn.Module):
     ) -> Preamble:
         """From packed tokens to the inputs of the first layer.
 
+        A position past `config.max_position` is served, with the rotation of the last one: a decode that runs ahead of
+        the host may overshoot by a few tokens, which are dropped, as are their keys where no block is left.
+
         Args:
             token_ids, positions: `[num_tokens]` int64.
             metadata: the batch.
@@ -92,10 +95,11 @@ class Decoder(nn.Module):
             out: buffers that the results are written to.
         """
         hidden, cos, sin, slots = out if out is not None else (None, None, None, None)
+        rotations = positions.clamp(max=self.config.max_position - 1)
         return Preamble(
             embedding(token_ids, self.embed_weight, out=hidden),
-            embedding(positions, self.cos, out=cos),
-            embedding(positions, self.sin, out=sin),
+            embedding(rotations, self.cos, out=cos),
+            embedding(rotations, self.sin, out=sin),
             slot_mapping(positions, metadata.block_tables, block_size, cu_seqlens_q=metadata.cu_seqlens_q, out=slots),
         )
 

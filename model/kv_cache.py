@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import SINK_BLOCK, kv_cache_shape
+from ..kernels import FIRST_BLOCK, SINK_BLOCK, kv_cache_shape
 from .config import ModelConfig
 
 
@@ -27,6 +27,7 @@ class KVCache:
         cls, config: ModelConfig, num_blocks: int, block_size: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> "KVCache":
         """A cache of `num_blocks` blocks, the two reserved ones included; only the sink block is initialised."""
+        assert num_blocks >= FIRST_BLOCK, "a cache holds at least the reserved blocks"
         shape = kv_cache_shape(num_blocks, block_size, config.num_kv_heads, config.head_dim)
         k = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers))
         v = tuple(torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers))

@@ -42,6 +42,7 @@ def test_equals_loops_whatever_lies_outside_the_visible_keys(
     result = attention_decode_ref(q, *paged(keys, values, block_size).tensors(), head_dim**-0.5)
 
     assert result.dtype == dtype
+    assert result.is_contiguous()
     for row, length in enumerate(lengths):
         if length == 0:
             assert torch.equal(result[row], torch.zeros_like(result[row]))

@@ -52,6 +52,7 @@ def test_equals_loops_over_ragged_sequences(
     result = attention_prefill_ref(q, *batch, offsets(counts, device), head_dim**-0.5, window=window)
 
     assert result.dtype == dtype
+    assert result.is_contiguous()
     token = 0
     for seq, (cached, new) in enumerate(cached_and_new):
         for position in range(cached, cached + new):

@@ -66,6 +66,20 @@ def test_swiglu_takes_the_first_half_as_gate() -> None:
         assert result.tolist() == [[0.0, 192.0, 0.0]]
 
 
+@pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("swiglu", [False, True], ids=["", "swiglu"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 8, 9])
+def test_the_result_is_contiguous_and_the_same_with_out(
+    num_tokens: int, swiglu: bool, residual: bool, dtype: torch.dtype
+) -> None:
+    """Other strides would reach the next op, whose sums may then differ in their last bit from those after `out=`."""
+    x, weight, bias = torch.randn(num_tokens, 24).to(dtype), torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype)
+    r = torch.randn(num_tokens, 20 if swiglu else 40).to(dtype) if residual else None
+    result = linear_ref(x, weight, bias, swiglu=swiglu, residual=r)
+    assert result.is_contiguous()
+    assert torch.equal(linear_ref(x, weight, bias, swiglu=swiglu, residual=r, out=torch.empty_like(result)), result)
+
+
 def test_a_poisoned_token_stays_alone(dtype: torch.dtype) -> None:
     x, weight, norm_weight = torch.randn(3, 24).to(dtype), torch.randn(8, 24).to(dtype), torch.randn(24).to(dtype)
     clean = linear_ref(x, weight, norm_weight=norm_weight, norm_eps=1e-5, swiglu=True)

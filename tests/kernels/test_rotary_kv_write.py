@@ -61,6 +61,7 @@ def test_equals_loops_and_writes_its_slots_only(
 
     assert q.shape == (3, num_heads, head_dim)
     assert q.dtype == dtype
+    assert q.is_contiguous()
     heads = qkv.view(3, -1, head_dim)
     written = torch.zeros(NUM_BLOCKS, block_size, dtype=torch.bool)
     for token, slot in enumerate(slots):
