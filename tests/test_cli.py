@@ -70,6 +70,7 @@ GENERATE: dict[str, list[str]] = {
     "stops": ["--stop", "e", "--stop", "[", "--stop-token-id", "40", "--stop-token-id", "41", "--min-tokens", "5"],
     "ignore-eos": ["--ignore-eos", "--max-tokens", "30"],
     "samples": ["-n", "3", "-t", "1", "--seed", "1", "--max-tokens", "12"],
+    "samples-that-end-before-the-first": ["-n", "6", "-t", "1", "--seed", "8", "--max-tokens", "60", "--stop", "e"],
     "model-options": ["--dtype", "bfloat16", "--device", "cpu", "--max-model-len", "40", "--load-format", "auto"],
 }
 
