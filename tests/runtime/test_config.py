@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ostinato.kernels import FIRST_BLOCK
@@ -55,6 +55,7 @@ sizes = st.fixed_dictionaries(
 )
 
 
+@settings(deadline=None, derandomize=True)
 @given(sizes, st.integers(1, 4000), st.sampled_from([torch.float32, torch.bfloat16]), st.integers(-1, 1 << 26))
 def test_a_planned_sequence_always_fits_into_what_was_available(
     model_config: MakeConfig, sizes: dict[str, Any], max_position: int, dtype: torch.dtype, available: int
@@ -81,6 +82,7 @@ def test_a_planned_sequence_always_fits_into_what_was_available(
     assert plan.num_usable_blocks <= engine.max_num_seqs * blocks_of_longest
 
 
+@settings(deadline=None, derandomize=True)
 @given(sizes, st.integers(1 << 14, 1 << 24))
 def test_more_memory_never_plans_less(model_config: MakeConfig, sizes: dict[str, Any], available: int) -> None:
     engine, model = EngineConfig(**sizes), model_config(max_position=5000)

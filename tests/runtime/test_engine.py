@@ -100,7 +100,7 @@ request_shapes = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     st.lists(request_shapes, min_size=1, max_size=9),
     st.fixed_dictionaries(
@@ -138,7 +138,7 @@ def test_what_the_cache_held_before_changes_nothing(
     tiny_decoder: Make, make_engine: Make, generate: Generate, inside: Make, device: str
 ) -> None:
     """B38, B47: NaN in every block that nobody has written, reserved block 0 included, which stays as it is."""
-    params = SamplingParams(temperature=0.7, seed=5, max_tokens=30, logprobs=True, top_logprobs=3)
+    params = SamplingParams(temperature=0.7, seed=5, max_tokens=14, logprobs=True, top_logprobs=3)
     requests = [(prompt(length), params) for length in (3, 16, 40, 7)]
     results = []
     for poison in (0.0, float("nan")):

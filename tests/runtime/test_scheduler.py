@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.kernels import FIRST_BLOCK
@@ -110,6 +110,7 @@ def lives(draw: st.DrawFn, longest: int) -> Life:
     return Life(num_prompt, max_tokens, draw(st.integers(0, 12)), draw(st.integers(1, max_tokens)), abort_after)
 
 
+@settings(deadline=None, derandomize=True)
 @given(st.data(), st.integers(3, 12), st.integers(1, 5), st.sampled_from([1, 7, 16, 40, 500]))
 def test_every_request_is_served_in_turn_whatever_the_others_do(
     data: st.DataObject, num_usable: int, max_num_seqs: int, budget: int
