@@ -32,30 +32,31 @@ def attention_decode_ref(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[1]
     index = torch.arange(block_tables.shape[1] * k_cache.shape[2], device=q.device)
-    visible = index < seq_lens[:, None]
+    hidden = index >= seq_lens[:, None]
     if window is not None:
-        visible &= index >= seq_lens[:, None] - window
-    k, v = gather_blocks(k_cache, block_tables, visible), gather_blocks(v_cache, block_tables, visible)
+        hidden |= index < seq_lens[:, None] - window
+    k, v = gather_blocks(k_cache, block_tables, hidden), gather_blocks(v_cache, block_tables, hidden)
+    bias = torch.where(hidden, -torch.inf, torch.zeros((), dtype=q.dtype, device=q.device))
     # The query heads of one KV head are rows of one small matrix: no head is repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=visible[:, None, None], scale=scale)
-    result = result.reshape(q.shape).masked_fill(seq_lens[:, None, None] == 0, 0.0)
+    result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias[:, None, None], scale=scale)
+    result = result.reshape(q.shape).masked_fill_((seq_lens == 0)[:, None, None], 0.0)
     return result if out is None else out.copy_(result)
 
 
-def gather_blocks(cache: Tensor, block_tables: Tensor, visible: Tensor) -> Tensor:
-    """The cached keys (or values) of each sequence, `[num_seqs, num_kv_heads, num_keys, head_dim]`; zero if invisible.
+def gather_blocks(cache: Tensor, block_tables: Tensor, hidden: Tensor) -> Tensor:
+    """The cached keys (or values) of each sequence, `[num_seqs, num_kv_heads, num_keys, head_dim]`; zero where hidden.
 
     Args:
         cache: `[num_blocks, num_kv_heads, block_size, head_dim]`.
         block_tables: `[num_seqs, num_table_columns]`.
-        visible: `[num_seqs, num_keys]` bool, `num_keys = num_table_columns * block_size`.
+        hidden: `[num_seqs, num_keys]` bool, `num_keys = num_table_columns * block_size`.
     """
     num_seqs, num_columns = block_tables.shape
     _, num_kv_heads, block_size, head_dim = cache.shape
     blocks = cache.index_select(0, block_tables.reshape(-1)).view(num_seqs, num_columns, *cache.shape[1:])
     keys = blocks.transpose(1, 2).reshape(num_seqs, num_kv_heads, num_columns * block_size, head_dim)
-    return keys.masked_fill(~visible[:, None, :, None], 0.0)
+    return keys.masked_fill_(hidden[:, None, :, None], 0.0)
 
 
 attention_decode = attention_decode_ref

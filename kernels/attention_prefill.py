@@ -48,8 +48,8 @@ def attention_prefill_ref(
         visible = key <= position
         if window is not None:
             visible &= key > position - window
-        seen = visible.any(0, keepdim=True)
-        k, v = gather_blocks(k_cache, table, seen), gather_blocks(v_cache, table, seen)
+        hidden = ~visible.any(0, keepdim=True)
+        k, v = gather_blocks(k_cache, table, hidden), gather_blocks(v_cache, table, hidden)
         queries = q[start:stop].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         # Heads of one KV head share it by broadcasting: [num_kv_heads, group, n, head_dim] against [.., 1, length, ..].
         answer = F.scaled_dot_product_attention(

@@ -31,13 +31,42 @@ def linear_ref(
     """
     if norm_weight is not None:
         x = rms_norm_ref(x, norm_weight, norm_eps)
-    y = F.linear(x, weight, bias)
+    y = _project(x, weight, bias) if x.device.type == "cpu" else F.linear(x, weight, bias)
     if swiglu:
         gate, up = y.chunk(2, dim=-1)
         y = F.silu(gate) * up
     if residual is not None:
         return torch.add(y, residual, out=out)
     return y if out is None else out.copy_(y)
+
+
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, by roads that are faster on a CPU. Times below: one AVX2 core, weight `[49152, 576]`.
+
+    A few float32 rows go as columns of `weight @ xᵀ`, with the long side first (4 rows: 22 ms against 50). Where the
+    CPU has no half-precision matrix instructions, torch multiplies such rows one by one; from 8 rows on it is faster to
+    widen a slice of the weight that fits the cache and to use it for all rows (64 rows: 172 ms against 700).
+    """
+    if x.shape[0] >= 8 and x.dtype in (torch.float16, torch.bfloat16) and not _has_half_matmul(x.dtype):
+        wide = x.float()
+        y = torch.cat([_columns(wide, part.float()) for part in weight.split(1024)], dim=-1)
+        return (y if bias is None else y + bias).to(x.dtype)
+    if x.dtype == torch.float32 and x.shape[0] <= 8:
+        y = _columns(x, weight)
+        return y if bias is None else y + bias
+    return F.linear(x, weight, bias)
+
+
+def _columns(x: Tensor, weight: Tensor) -> Tensor:
+    # BLAS is only fast in this form if the rows of x are contiguous.
+    return torch.mm(weight, x.contiguous().t()).t().contiguous() if x.shape[0] <= 8 else torch.mm(x, weight.t())
+
+
+def _has_half_matmul(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():
+        return False
+    ops = torch.ops.mkldnn
+    return bool(ops._is_mkldnn_bf16_supported() if dtype == torch.bfloat16 else ops._is_mkldnn_fp16_supported())
 
 
 linear = linear_ref

@@ -1,6 +1,7 @@
 """Root-mean-square norm, alone or after a residual add."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -19,9 +20,8 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = 
         weight: `[size]`, dtype of `x`.
         out: like `x`, written and returned when given.
     """
-    wide = x.to(wide_dtype(x.dtype))
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return torch.mul((wide * scale).to(x.dtype), weight, out=out)
+    normed = F.rms_norm(x.to(wide_dtype(x.dtype)), x.shape[-1:], eps=eps)
+    return torch.mul(normed.to(x.dtype), weight, out=out)
 
 
 def add_rms_norm_ref(
