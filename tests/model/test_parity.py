@@ -157,7 +157,7 @@ def test_float32_logits_and_greedy_tokens(
     """B06, B07, B08, B09: a prompt beyond position 2000 and 32 tokens; each position on its own is within 1e-5.
 
     Most of that difference is transformers' own: its angles are float32, and their error grows with the position
-    (1e-5 at 8000, 2e-4 at 130000). Beside exact angles the two are within 1e-6.
+    (1e-5 at 8000, 2e-4 at 130000). Beside exact angles the two are within 2e-6, a few roundings.
     """
     model = random_llama(**shape)
     decoder = load(model, tmp_path)
@@ -168,7 +168,7 @@ def test_float32_logits_and_greedy_tokens(
     assert relative_error(ours[:PROMPT], theirs[:PROMPT]) <= 1e-5
     assert max(map(relative_error, ours, theirs)) <= 1e-5
     exact = logits_of(with_exact_rotary(model, decoder.config.rotary), tokens)
-    assert max(map(relative_error, ours, exact)) <= 1e-6
+    assert max(map(relative_error, ours, exact)) <= 2e-6
 
 
 @pytest.mark.parametrize("shape", MODELS.values(), ids=MODELS)
