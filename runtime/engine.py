@@ -46,6 +46,7 @@ class Engine:
             self._check_token_id("end", token_id)
         self.kv_plan = plan
         self._tokenizer = tokenizer
+        self._token_texts: dict[int, str] = {}  # what the streams of all sequences learn of the vocabulary
         kv_cache = KVCache.allocate(
             model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
         )
@@ -105,6 +106,7 @@ class Engine:
                     include_stop_str_in_output=params.include_stop_str_in_output,
                     skip_special_tokens=params.skip_special_tokens,
                     min_tokens=params.min_tokens,
+                    texts=self._token_texts,
                 ),
             )
             for index in range(params.n)

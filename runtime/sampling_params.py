@@ -9,6 +9,7 @@ from typing import Any
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_SAMPLES = 16384
 _MAX_INT = 2**31 - 1
 
 
@@ -33,7 +34,7 @@ class SamplingParams:
     logprobs:            report the log-probability of each generated token
     top_logprobs:        0 ... 20, also those of the most probable tokens; needs logprobs=True. vLLM's `logprobs=k` is
                          `logprobs=True, top_logprobs=k` here, the spelling of OpenAI's chat API
-    n:                   how many samples of the prompt; each has its own random stream, numbered from 0
+    n:                   1 ... 16384 samples of the prompt; each has its own random stream, numbered from 0
     include_stop_str_in_output, skip_special_tokens: form of the text
 
     Log-probabilities are those of the model, before penalties, biases, temperature and filters. Raises TypeError or
@@ -76,7 +77,7 @@ class SamplingParams:
             "stop_token_ids": _stop_token_ids(self.stop_token_ids),
             "logit_bias": _logit_bias(self.logit_bias),
             "top_logprobs": _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
-            "n": _integer("n", self.n, 1, _MAX_INT),
+            "n": _integer("n", self.n, 1, MAX_SAMPLES),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)

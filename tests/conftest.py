@@ -32,7 +32,7 @@ def _require_demo_model() -> Path:
     return path
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def demo_path() -> Path:
     """The demo model's GGUF file; for tests marked `demo`."""
     return _require_demo_model()

@@ -23,7 +23,7 @@ LIMITS = {
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, None),
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
-    "n": (1, 2**31 - 1),
+    "n": (1, 16384),
 }
 REALS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 INTEGERS = [name for name in LIMITS if name not in REALS]
