@@ -36,7 +36,7 @@ def attention_decode_ref(
     if window is not None:
         hidden |= index < seq_lens[:, None] - window
     k, v = gather_blocks(k_cache, block_tables, hidden), gather_blocks(v_cache, block_tables, hidden)
-    bias = torch.where(hidden, -torch.inf, torch.zeros((), dtype=q.dtype, device=q.device))
+    bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
     # The query heads of one KV head are rows of one small matrix: no head is repeated.
     grouped = q.view(num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim)
     result = F.scaled_dot_product_attention(grouped, k, v, attn_mask=bias[:, None, None], scale=scale)

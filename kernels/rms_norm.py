@@ -1,7 +1,6 @@
 """Root-mean-square norm, alone or after a residual add."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -20,8 +19,10 @@ def rms_norm_ref(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = 
         weight: `[size]`, dtype of `x`.
         out: like `x`, written and returned when given.
     """
-    normed = F.rms_norm(x.to(wide_dtype(x.dtype)), x.shape[-1:], eps=eps)
-    return torch.mul(normed.to(x.dtype), weight, out=out)
+    wide = x.to(wide_dtype(x.dtype))
+    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return torch.mul((wide * scale).to(x.dtype), weight, out=out)
 
 
 def add_rms_norm_ref(

@@ -54,9 +54,14 @@ def rotary_kv_write_ref(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     wide = x.to(wide_dtype(x.dtype))
-    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+    pairs = wide[..., : 2 * half].unflatten(-1, (2, half))
+    rotated = pairs * cos[:, None, None]
+    rotated[..., 0, :].addcmul_(pairs[..., 1, :], sin[:, None], value=-1)
+    rotated[..., 1, :].addcmul_(pairs[..., 0, :], sin[:, None])
+    rotated = rotated.flatten(-2)
+    if 2 * half < x.shape[-1]:
+        rotated = torch.cat((rotated, wide[..., 2 * half :]), dim=-1)
+    return rotated.to(x.dtype)
 
 
 rotary_kv_write = rotary_kv_write_ref
