@@ -55,7 +55,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     wide = x.to(wide_dtype(x.dtype))
     pairs = wide[..., : 2 * half].unflatten(-1, (2, half))
-    rotated = pairs * cos[:, None, None]
+    rotated: Tensor = pairs * cos[:, None, None]
     rotated[..., 0, :].addcmul_(pairs[..., 1, :], sin[:, None], value=-1)
     rotated[..., 1, :].addcmul_(pairs[..., 0, :], sin[:, None])
     rotated = rotated.flatten(-2)

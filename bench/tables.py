@@ -1,0 +1,82 @@
+"""Rebuild the tables of README.md from bench/results: `.venv/bin/python bench/tables.py`.
+
+A table stands between `<!-- name -->` and `<!-- /name -->`; everything between them is replaced.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def read(name: str) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    return results
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def machine(environment: dict[str, Any]) -> str:
+    versions = environment["versions"]
+    return (
+        f"{environment['cpu']}, {environment['cpu_capability']}, {environment['torch_threads']} threads, "
+        f"torch {versions['torch']}, transformers {versions['transformers']}, {environment['date'][:10]}"
+    )
+
+
+def cpu_generate() -> str:
+    results = read("cpu_generate")
+    rows = [
+        [
+            cell["dtype"],
+            str(cell["batch"]),
+            f"{cell['ostinato_tokens_per_second']:.1f}",
+            f"{cell['transformers_tokens_per_second']:.1f}",
+            f"{cell['ratio']:.2f}",
+        ]
+        for cell in results["cells"]
+    ]
+    head = ["dtype", "batch", "Ostinato tok/s", "transformers tok/s", "ratio"]
+    return f"{table(head, rows)}\n\n{machine(results['environment'])}"
+
+
+def cpu_load() -> str:
+    loads = [read(f"cpu_load_{dtype}") for dtype in ("bfloat16", "float32")]
+    rows = [
+        [load["stored_dtype"], load["dtype"], f"{load['weight_bytes'] / 1e6:.0f} MB", f"{load['ratio']:.2f}"]
+        for load in loads
+    ]
+    return table(["stored as", "loaded as", "weights", "peak / weights"], rows)
+
+
+TABLES = {"cpu_generate": cpu_generate, "cpu_load": cpu_load}
+
+
+def fill(text: str) -> str:
+    """The text with every table rebuilt; fails if a table has no place in it."""
+    for name, make in TABLES.items():
+        start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+        text, count = re.subn(
+            f"{re.escape(start)}.*?{re.escape(end)}",
+            lambda _, m=make, s=start, e=end: f"{s}\n{m()}\n{e}",
+            text,
+            flags=re.S,
+        )
+        if count != 1:
+            raise ValueError(f"the text must hold {start} … {end} exactly once, not {count} times")
+    return text
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    readme.write_text(fill(readme.read_text()))
+
+
+if __name__ == "__main__":
+    main()
