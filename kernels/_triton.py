@@ -73,10 +73,10 @@ def device_name(device: torch.device) -> str:
 @cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have on a CUDA device; the least of any supported one for a CPU."""
+    least = 101376
     if device.type != "cuda":
-        return 101376
-    properties: Any = torch.cuda.get_device_properties(device)
-    return int(properties.shared_memory_per_block_optin)
+        return least
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", least))
 
 
 @cache
