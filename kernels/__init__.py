@@ -5,7 +5,12 @@ truth that device kernels are tested against. Where an op has no device kernel, 
 """
 
 from .argmax import greedy, greedy_ref
-from .attention_decode import attention_decode, attention_decode_ref
+from .attention_decode import (
+    attention_decode,
+    attention_decode_ref,
+    rotary_attention_decode,
+    rotary_attention_decode_ref,
+)
 from .attention_prefill import attention_prefill, attention_prefill_ref
 from .commit import commit, commit_ref
 from .embedding import embedding, embedding_ref
@@ -16,8 +21,10 @@ from .logprobs import logprobs, logprobs_ref
 from .penalties import count_tokens, count_tokens_ref, penalties, penalties_ref
 from .rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from .rotary_kv_write import rotary_kv_write, rotary_kv_write_ref
+from .rotary_rows import rotary_rows, rotary_rows_ref
 from .sample import sample, sample_ref
 from .slot_mapping import slot_mapping, slot_mapping_ref
+from .swiglu import swiglu, swiglu_ref
 from .update_rows import update_rows, update_rows_ref
 
 __all__ = [
@@ -51,12 +58,18 @@ __all__ = [
     "penalties_ref",
     "rms_norm",
     "rms_norm_ref",
+    "rotary_attention_decode",
+    "rotary_attention_decode_ref",
     "rotary_kv_write",
     "rotary_kv_write_ref",
+    "rotary_rows",
+    "rotary_rows_ref",
     "sample",
     "sample_ref",
     "slot_mapping",
     "slot_mapping_ref",
+    "swiglu",
+    "swiglu_ref",
     "update_rows",
     "update_rows_ref",
 ]

@@ -1,7 +1,12 @@
 """Embedding gather."""
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
+
+from . import _triton
+from ._triton import tl, triton
 
 
 def embedding_ref(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -15,4 +20,38 @@ def embedding_ref(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = Non
     return torch.index_select(weight, 0, token_ids, out=out)
 
 
-embedding = embedding_ref
+@triton.jit(do_not_specialize=["size"])
+@no_type_check
+def _embedding_kernel(ids_ptr, weight_ptr, out_ptr, size, weight_stride, out_stride, BLOCK: tl.constexpr,
+                      PDL: tl.constexpr):  # fmt: skip
+    """A program copies BLOCK columns of one row."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids_ptr + token)
+    values = tl.load(weight_ptr + row * weight_stride + cols, mask=cols < size, other=0.0)
+    tl.store(out_ptr + token * out_stride + cols, values, mask=cols < size)
+
+
+def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Rows of `weight` by token id; see `embedding_ref`. An id outside the table is not caught on a device."""
+    if not _triton.on_triton(weight):
+        return embedding_ref(token_ids, weight, out=out)
+    num_tokens, size = token_ids.shape[0], weight.shape[1]
+    if out is None:
+        out = torch.empty((num_tokens, size), dtype=weight.dtype, device=weight.device)
+    assert token_ids.dtype == torch.int64, "token ids are int64"
+    assert token_ids.is_contiguous(), "token ids must be contiguous"
+    assert out.shape == (num_tokens, size), f"out must be {num_tokens} x {size}, not {tuple(out.shape)}"
+    assert out.dtype == weight.dtype, "out must have the dtype of the weight"
+    assert weight.stride(1) == out.stride(1) == 1, "columns must be contiguous"
+    if num_tokens == 0:
+        return out
+    block = min(1024, triton.next_power_of_2(size))
+    pdl = _triton.has_pdl(weight.device)
+    _embedding_kernel[(num_tokens, triton.cdiv(size, block))](
+        token_ids, weight, out, size, weight.stride(0), out.stride(0), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
+    )
+    return out

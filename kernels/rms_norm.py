@@ -1,7 +1,12 @@
 """Root-mean-square norm, alone or after a residual add."""
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
+
+from . import _triton
+from ._triton import tl, triton
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -42,5 +47,81 @@ def add_rms_norm_ref(
     return rms_norm_ref(total, weight, eps, out=out), total
 
 
-rms_norm = rms_norm_ref
-add_rms_norm = add_rms_norm_ref
+@triton.jit
+@no_type_check
+def _rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr,
+    size, num_inner,
+    x_outer, x_inner, residual_outer, residual_inner, out_outer, out_inner, sum_outer, sum_inner,
+    eps,
+    BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program norms one row, held in registers whole; rows are addressed by two indices, such as token and head."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    cols = tl.arange(0, BLOCK)
+    mask = cols < size
+    weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    outer = (tl.program_id(0) // num_inner).to(tl.int64)
+    inner = (tl.program_id(0) % num_inner).to(tl.int64)
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + outer * x_outer + inner * x_inner + cols, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual = residual_ptr + outer * residual_outer + inner * residual_inner + cols
+        total = (x + tl.load(residual, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(sum_ptr + outer * sum_outer + inner * sum_inner + cols, total, mask=mask)
+        x = total.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    y = (x * scale).to(dtype).to(tl.float32) * weight
+    tl.store(out_ptr + outer * out_outer + inner * out_inner + cols, y.to(dtype), mask=mask)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None) -> Tensor:
+    """`x / sqrt(mean(x², -1) + eps) * weight`; see `rms_norm_ref`. On a device `x` has two or three dimensions."""
+    if not _triton.on_triton(x):
+        return rms_norm_ref(x, weight, eps, out=out)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    _launch(x, None, weight, eps, out, None)
+    return out
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None, out_sum: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Residual add, then norm of the rounded sum: `(normed, sum)`; see `add_rms_norm_ref`."""
+    if not _triton.on_triton(x):
+        return add_rms_norm_ref(x, residual, weight, eps, out=out, out_sum=out_sum)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    out_sum = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out_sum is None else out_sum
+    _launch(x, residual, weight, eps, out, out_sum)
+    return out, out_sum
+
+
+def _launch(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_sum: Tensor | None
+) -> None:
+    size = x.shape[-1]
+    assert x.dim() in (2, 3), f"x has two or three dimensions, not {x.dim()}"
+    assert weight.shape == (size,), f"the weight must have {size} elements, not {tuple(weight.shape)}"
+    assert weight.is_contiguous(), "the weight must be contiguous"
+    assert size <= 32768, f"a row is held in registers: at most 32768 elements, not {size}"
+    strides = []
+    for name, tensor in (("x", x), ("residual", residual), ("out", out), ("out_sum", out_sum)):
+        if tensor is None:
+            strides += [0, 0]
+            continue
+        assert tensor.shape == x.shape, f"{name} must have the shape of x"
+        assert tensor.stride(-1) == 1 or size == 1, f"the last dimension of {name} must be contiguous"
+        strides += [tensor.stride(0), tensor.stride(1) if x.dim() == 3 else 0]
+    num_rows = x.numel() // size if size else 0
+    if num_rows == 0:
+        return
+    pdl = _triton.has_pdl(x.device)
+    block = triton.next_power_of_2(size)
+    _rms_norm_kernel[(num_rows,)](
+        x, residual, weight, out, out_sum, size, x.shape[1] if x.dim() == 3 else 1, *strides, eps,
+        BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl,
+        num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip

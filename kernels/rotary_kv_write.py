@@ -1,8 +1,12 @@
 """Between the qkv projection and attention: q/k norm, rotary embedding, and the write of K and V to the paged cache."""
 
+from typing import no_type_check
+
 import torch
 from torch import Tensor
 
+from . import _triton
+from ._triton import tl, triton
 from .rms_norm import rms_norm_ref, wide_dtype
 
 
@@ -54,8 +58,8 @@ def rotary_kv_write_ref(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.shape[-1]
     wide = x.to(wide_dtype(x.dtype))
-    pairs = wide[..., : 2 * half].unflatten(-1, (2, half))
-    rotated: Tensor = pairs * cos[:, None, None]
+    pairs: Tensor = wide[..., : 2 * half].unflatten(-1, (2, half))
+    rotated = pairs * cos[:, None, None]
     rotated[..., 0, :].addcmul_(pairs[..., 1, :], sin[:, None], value=-1)
     rotated[..., 1, :].addcmul_(pairs[..., 0, :], sin[:, None])
     rotated = rotated.flatten(-2)
@@ -64,4 +68,143 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.to(x.dtype)
 
 
-rotary_kv_write = rotary_kv_write_ref
+@triton.jit
+@no_type_check
+def rotated_heads(
+    heads_ptr, rows, cos_ptr, sin_ptr, norm_weight_ptr, norm_eps, token,
+    D: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads `rows` (those below NUM_ROWS) of one token, normed and rotated: [rows, BLOCK_D], rounded to their dtype.
+
+    Each element is read a second time at the place of its partner, so that a pair never has to change threads.
+    """
+    HALF: tl.constexpr = ROTARY_DIM // 2
+    d = tl.arange(0, BLOCK_D)
+    partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY_DIM, d - HALF, d))
+    pair = tl.where(d < HALF, d, d - HALF)
+    mask = (rows < NUM_ROWS)[:, None] & (d < D)[None, :]
+    dtype = heads_ptr.dtype.element_ty
+    x = tl.load(heads_ptr + rows[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = tl.load(heads_ptr + rows[:, None] * D + partner[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(x * x, 1) / D + norm_eps)[:, None]
+        weight = tl.load(norm_weight_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        weight_of_partner = tl.load(norm_weight_ptr + partner, mask=d < D, other=0.0).to(tl.float32)
+        x = ((x * scale).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+        y = ((y * scale).to(dtype).to(tl.float32) * weight_of_partner[None, :]).to(dtype).to(tl.float32)
+    turns = d < ROTARY_DIM
+    cos = tl.load(cos_ptr + token * HALF + pair, mask=turns, other=1.0)
+    sin = tl.load(sin_ptr + token * HALF + pair, mask=turns, other=0.0)
+    sin = tl.where(d < HALF, -sin, sin)
+    return (x * cos[None, :] + y * sin[None, :]).to(dtype)
+
+
+@triton.jit
+@no_type_check
+def _rotary_kv_write_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, slot_ptr, k_cache_ptr, v_cache_ptr, q_norm_ptr, k_norm_ptr, out_ptr,
+    num_heads, num_kv_heads,
+    qkv_stride, k_block_stride, k_head_stride, v_block_stride, v_head_stride, out_stride, out_head_stride,
+    norm_eps,
+    D: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KV_BLOCK: tl.constexpr,
+    HAS_NORM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program does one head of one token: a query, a key or a value."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    mask = d < D
+    row = tl.arange(0, 1)
+    heads_ptr = qkv_ptr + token * qkv_stride + head * D
+    if head < num_heads:
+        q = rotated_heads(
+            heads_ptr, row, cos_ptr, sin_ptr, q_norm_ptr, norm_eps, token, D, ROTARY_DIM, BLOCK_D, 1, HAS_NORM
+        )
+        pointers = out_ptr + token * out_stride + head * out_head_stride + d
+        tl.store(pointers[None, :], q.to(out_ptr.dtype.element_ty), mask=mask[None, :])
+    else:
+        slot = tl.load(slot_ptr + token)
+        block, offset = slot // KV_BLOCK, slot % KV_BLOCK
+        if head < num_heads + num_kv_heads:
+            k = rotated_heads(
+                heads_ptr, row, cos_ptr, sin_ptr, k_norm_ptr, norm_eps, token, D, ROTARY_DIM, BLOCK_D, 1, HAS_NORM
+            )
+            pointers = k_cache_ptr + block * k_block_stride + (head - num_heads) * k_head_stride + offset * D + d
+            tl.store(pointers[None, :], k.to(k_cache_ptr.dtype.element_ty), mask=mask[None, :])
+        else:
+            v = tl.load(heads_ptr + d, mask=mask, other=0.0)
+            kv_head = head - num_heads - num_kv_heads
+            pointers = v_cache_ptr + block * v_block_stride + kv_head * v_head_stride + offset * D + d
+            tl.store(pointers, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def rotary_kv_write(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    q_norm_weight: Tensor | None = None,
+    k_norm_weight: Tensor | None = None,
+    norm_eps: float = 0.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Rotated queries; K and V go to their KV slots. See `rotary_kv_write_ref` for the arguments."""
+    if not _triton.on_triton(qkv):
+        return rotary_kv_write_ref(qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight=q_norm_weight,
+                                   k_norm_weight=k_norm_weight, norm_eps=norm_eps, out=out)  # fmt: skip
+    check_rotary(qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight)
+    num_tokens = qkv.shape[0]
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    assert out.shape == (num_tokens, num_heads, head_dim), "out must be [num_tokens, num_heads, head_dim]"
+    assert out.stride(2) == 1, "the elements of a head of out must be contiguous"
+    if num_tokens == 0:
+        return out
+    pdl = _triton.has_pdl(qkv.device)
+    _rotary_kv_write_kernel[(num_tokens, num_heads + 2 * num_kv_heads)](
+        qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, out,
+        num_heads, num_kv_heads, qkv.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], *out.stride()[:2],
+        norm_eps,
+        D=head_dim, ROTARY_DIM=2 * cos.shape[1], BLOCK_D=triton.next_power_of_2(head_dim), KV_BLOCK=block_size,
+        HAS_NORM=q_norm_weight is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+def check_rotary(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+) -> None:
+    """What every kernel that rotates and writes the cache assumes of its inputs."""
+    num_tokens, (_, num_kv_heads, _, head_dim) = qkv.shape[0], k_cache.shape
+    assert qkv.shape[1] % head_dim == 0, f"a row of qkv must hold whole heads of {head_dim} elements"
+    assert qkv.shape[1] > 2 * num_kv_heads * head_dim, "qkv must hold a query head beside the K and V heads"
+    assert qkv.stride(1) == 1, "the columns of qkv must be contiguous"
+    assert cos.shape == sin.shape == (num_tokens, cos.shape[1]), "cos and sin must be [num_tokens, rotary_dim / 2]"
+    assert 2 * cos.shape[1] <= head_dim, f"at most {head_dim} elements of a head can be rotated"
+    assert cos.is_contiguous(), "cos must be contiguous"
+    assert sin.is_contiguous(), "sin must be contiguous"
+    assert cos.dtype == sin.dtype == torch.float32, "cos and sin must be float32"
+    assert slot_mapping.shape == (num_tokens,), "slot_mapping needs one KV slot a token"
+    assert slot_mapping.dtype == torch.int64, "KV slots are int64"
+    assert slot_mapping.is_contiguous(), "slot_mapping must be contiguous"
+    assert v_cache.shape == k_cache.shape, "k_cache and v_cache must have one shape"
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        assert cache.stride()[2:] == (head_dim, 1), f"the tokens of one head of a block of {name} must be contiguous"
+    assert (q_norm_weight is None) == (k_norm_weight is None), "queries and keys are both normed or neither is"
+    for weight in (q_norm_weight, k_norm_weight):
+        assert weight is None or weight.is_contiguous(), "a norm weight must be contiguous"

@@ -6,12 +6,20 @@ any two layers.
 
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..kernels import attention_decode, attention_prefill, embedding, linear, rotary_kv_write, slot_mapping
+from ..kernels import (
+    attention_prefill,
+    embedding,
+    linear,
+    rotary_attention_decode,
+    rotary_kv_write,
+    rotary_rows,
+    slot_mapping,
+)
 from .config import ModelConfig
 from .kv_cache import KVCache
 from .rotary import rotary_tables
@@ -94,12 +102,10 @@ class Decoder(nn.Module):
             block_size: tokens a KV block holds.
             out: buffers that the results are written to.
         """
-        hidden, cos, sin, slots = out if out is not None else (None, None, None, None)
-        rotations = positions.clamp(max=self.config.max_position - 1)
+        hidden, slots = (out.hidden, out.slot_mapping) if out is not None else (None, None)
         return Preamble(
             embedding(token_ids, self.embed_weight, out=hidden),
-            embedding(rotations, self.cos, out=cos),
-            embedding(rotations, self.sin, out=sin),
+            *rotary_rows(positions, self.cos, self.sin, out=(out.cos, out.sin) if out is not None else None),
             slot_mapping(positions, metadata.block_tables, block_size, cu_seqlens_q=metadata.cu_seqlens_q, out=slots),
         )
 
@@ -168,29 +174,27 @@ class Layer(nn.Module):
     ) -> Tensor:
         eps = self.config.norm_eps
         qkv = linear(hidden, self.qkv_weight, self.qkv_bias, norm_weight=self.input_norm_weight, norm_eps=eps)
-        q = rotary_kv_write(
-            qkv,
-            preamble.cos,
-            preamble.sin,
-            preamble.slot_mapping,
-            k_cache,
-            v_cache,
-            q_norm_weight=self.q_norm_weight,
-            k_norm_weight=self.k_norm_weight,
-            norm_eps=eps,
-        )
-        context = self._attend(q, k_cache, v_cache, metadata).flatten(1)
+        context = self._attend(qkv, preamble, metadata, k_cache, v_cache).flatten(1)
         hidden = linear(context, self.o_weight, self.o_bias, residual=hidden)
         inner = linear(
             hidden, self.gate_up_weight, self.gate_up_bias, norm_weight=self.post_norm_weight, norm_eps=eps, swiglu=True
         )
         return linear(inner, self.down_weight, self.down_bias, residual=hidden, out=out)
 
-    def _attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def _attend(
+        self, qkv: Tensor, preamble: Preamble, metadata: AttentionMetadata, k_cache: Tensor, v_cache: Tensor
+    ) -> Tensor:
         scale, window = self.config.head_dim**-0.5, self.config.sliding_window
         tables, lens, offsets = metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q
+        inputs = (qkv, preamble.cos, preamble.sin, preamble.slot_mapping, k_cache, v_cache)
+        norms: dict[str, Any] = {
+            "q_norm_weight": self.q_norm_weight,
+            "k_norm_weight": self.k_norm_weight,
+            "norm_eps": self.config.norm_eps,
+        }
         if offsets is None:
-            return attention_decode(q, k_cache, v_cache, tables, lens, scale, window=window)
+            return rotary_attention_decode(*inputs, tables, lens, scale, window=window, **norms)
+        q = rotary_kv_write(*inputs, **norms)
         return attention_prefill(q, k_cache, v_cache, tables, lens, offsets, scale, window=window)
 
 

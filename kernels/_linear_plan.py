@@ -1,0 +1,120 @@
+"""How a linear projection is cut: one pure function over tables of measured choices."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class LinearPlan:
+    """One way to run a projection.
+
+    Attributes:
+        road: `gemv` (dot-free, up to 4 tokens), `tensor` (tensor cores, up to 64), `blas` (torch, with the neighbours
+            as kernels of their own).
+        block_n: output features of a program.
+        block_k: input features of a chunk.
+        num_warps: warps of a program.
+        early: `gemv`: chunks asked for before the wait on the previous kernel.
+        programs_per_sm: `gemv`: programs walk over the tiles in a loop, so many a multiprocessor; 0: a program a tile.
+        norm_apart: `tensor`: the norm is a kernel of its own, so the pipeline's operands need no arithmetic.
+        num_stages: `tensor`: depth of the software pipeline.
+        split_k: `tensor`: programs that share a tile's input features; their sums are merged by a second kernel.
+    """
+
+    road: Literal["gemv", "tensor", "blas"]
+    block_n: int = 0
+    block_k: int = 0
+    num_warps: int = 4
+    early: int = 1
+    programs_per_sm: int = 0
+    norm_apart: bool = False
+    num_stages: int = 1
+    split_k: int = 1
+
+
+# Rows and columns of the weights of Llama-3.2-1B and Llama-3.1-8B: qkv, o, gate_up, down, head. Each plan is the best
+# of its projection within a decode chain (one token) or alone (more), by bench/sweep_gemv.py and bench/linear.py.
+_ONE_TOKEN_H200 = {
+    (3072, 2048): LinearPlan("gemv", 4, 1024, 2, early=2),
+    (2048, 2048): LinearPlan("gemv", 8, 1024, 4, early=2),
+    (16384, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
+    (2048, 8192): LinearPlan("gemv", 1, 2048, 4, programs_per_sm=4),
+    (128256, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
+    (6144, 4096): LinearPlan("gemv", 4, 4096, 8, programs_per_sm=2),
+    (4096, 4096): LinearPlan("gemv", 2, 1024, 4, programs_per_sm=4),
+    (28672, 4096): LinearPlan("gemv", 4, 4096, 8, early=1),
+    (4096, 14336): LinearPlan("gemv", 1, 2048, 8, early=7),
+    (128256, 4096): LinearPlan("gemv", 2, 2048, 8, early=2),
+}
+_16_TOKENS_H200 = {
+    (3072, 2048): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=4),
+    (2048, 2048): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=4),
+    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+    (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
+    (128256, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+    (6144, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
+    (4096, 4096): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
+    (28672, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
+    (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+}
+_32_TOKENS_H200 = {
+    (3072, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6, split_k=2),
+    (2048, 2048): LinearPlan("tensor", 64, 64, 4, num_stages=6, split_k=4),
+    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+    (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
+    (128256, 2048): LinearPlan("tensor", 64, 64, 4, norm_apart=True, num_stages=6),
+    (6144, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
+    (4096, 4096): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
+    (28672, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=2),
+    (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=3),
+}
+TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
+    "NVIDIA H200": {1: _ONE_TOKEN_H200, 16: _16_TOKENS_H200, 32: _32_TOKENS_H200},
+}
+"""Measured plans by device, by token tile (1, 16 or 32), by shape of the weight."""
+
+
+def linear_plan(
+    num_tokens: int, rows: int, columns: int, *, swiglu: bool, element_size: int, device_name: str, shared_memory: int
+) -> LinearPlan:
+    """The plan for `[num_tokens, columns]` times a weight `[rows, columns]`; with `swiglu` half the rows are gates.
+
+    Args:
+        element_size: bytes of an element; the tables are for 2.
+        device_name, shared_memory: of the device; bytes that one program can have.
+    """
+    tile = 1 if num_tokens == 1 else 16 if 4 < num_tokens <= 16 else 32 if 16 < num_tokens <= 32 else 0
+    measured = TABLES.get(device_name, {}).get(tile, {}) if element_size == 2 else {}
+    if (rows, columns) in measured:
+        return measured[rows, columns]
+    if num_tokens <= 4:
+        return _gemv_by_rule(num_tokens, columns, 2 if swiglu else 1)
+    if num_tokens <= 64:
+        return _tensor_by_rule(num_tokens, rows, columns, 2 if swiglu else 1, element_size, shared_memory)
+    return LinearPlan("blas")
+
+
+def _gemv_by_rule(num_tokens: int, columns: int, parts: int) -> LinearPlan:
+    """Tiles of about 16 KB, in chunks that fill whole vector loads, two of them asked for early."""
+    block_k = next((size for size in (2048, 1024, 512) if columns % size == 0), 256)
+    block_n = 1
+    while block_n < 8 // num_tokens and 2 * block_n * parts * columns * 2 <= 16384:
+        block_n *= 2
+    return LinearPlan("gemv", block_n, block_k, block_k // 256, early=2)
+
+
+def _tensor_by_rule(
+    num_tokens: int, rows: int, columns: int, parts: int, element_size: int, shared_memory: int
+) -> LinearPlan:
+    """64 features a program, K shared out until two programs fill a multiprocessor, as many stages as fit."""
+    block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+    block_k = 256 // element_size if columns % 128 == 0 and parts * block_m <= 64 else 128 // element_size
+    stage = (64 * parts + block_m) * block_k * element_size
+    programs = -(-rows // (64 * parts))
+    split = 1
+    while split < 4 and 2 * split * programs <= 264 and columns >= 8 * split * block_k:
+        split *= 2
+    stages = max(2, min(4, shared_memory // stage - 1))
+    return LinearPlan("tensor", 64, block_k, 4, norm_apart=True, num_stages=stages, split_k=split)

@@ -1,0 +1,108 @@
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.kernels import linear, linear_ref, swiglu, swiglu_ref
+from ostinato.kernels._linear_plan import LinearPlan
+from ostinato.kernels.linear import linear_planned
+
+Draw = Callable[..., Tensor]
+Near = Callable[[Tensor, Tensor], None]
+
+GEMV = LinearPlan("gemv", 4, 256, 1, early=2)
+TENSOR = LinearPlan("tensor", 32, 64, 4, num_stages=3)
+SPLIT = LinearPlan("tensor", 64, 64, 4, split_k=3)
+CASES = [
+    pytest.param(1, 10, 576, "norm", GEMV, id="gemv-1-norm"),
+    pytest.param(1, 7, 576, "bias residual", LinearPlan("gemv", 2, 512, 2, early=1), id="gemv-1-bias-residual"),
+    pytest.param(1, 11, 520, "norm swiglu bias", LinearPlan("gemv", 2, 256, 1, programs_per_sm=1), id="gemv-1-loop"),
+    pytest.param(2, 33, 300, "norm swiglu", LinearPlan("gemv", 4, 256, 1, early=1), id="gemv-2-swiglu"),
+    pytest.param(3, 9, 576, "norm bias residual", GEMV, id="gemv-3-all"),
+    pytest.param(4, 30, 256, "residual", LinearPlan("gemv", 2, 256, 1, programs_per_sm=1), id="gemv-4-loop"),
+    pytest.param(5, 40, 200, "", TENSOR, id="tensor-5-plain"),
+    pytest.param(7, 72, 192, "norm bias residual", TENSOR, id="tensor-7-all"),
+    pytest.param(17, 40, 200, "norm swiglu bias", TENSOR, id="tensor-17-swiglu"),
+    pytest.param(9, 40, 256, "norm residual", LinearPlan("tensor", 16, 64, 4, split_k=2), id="tensor-9-split"),
+    pytest.param(33, 300, 320, "norm swiglu bias residual", SPLIT, id="tensor-33-split-all"),
+    pytest.param(9, 40, 256, "norm swiglu", LinearPlan("tensor", 16, 64, 4, norm_apart=True), id="tensor-9-norm-apart"),
+    pytest.param(70, 24, 64, "norm residual", LinearPlan("blas"), id="blas-70-norm-residual"),
+    pytest.param(70, 24, 64, "norm swiglu bias", LinearPlan("blas"), id="blas-70-swiglu"),
+]  # fmt: skip
+
+
+def arguments(draw: Draw, tokens: int, features: int, inputs: int, extras: str) -> dict[str, Any]:
+    rows = 2 * features if "swiglu" in extras else features
+    made: dict[str, Any] = {"x": draw(tokens, inputs), "weight": draw(rows, inputs, scale=inputs**-0.5)}
+    if "bias" in extras:
+        made["bias"] = draw(rows)
+    if "norm" in extras:
+        made |= {"norm_weight": draw(inputs), "norm_eps": 1e-5}
+    if "residual" in extras:
+        made["residual"] = draw(tokens, features)
+    return made | {"swiglu": "swiglu" in extras}
+
+
+def wide(made: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.double() if isinstance(value, Tensor) else value for name, value in made.items()}
+
+
+@pytest.mark.parametrize(("tokens", "features", "inputs", "extras", "plan"), CASES)
+def test_against_float64(
+    tokens: int, features: int, inputs: int, extras: str, plan: LinearPlan, draw: Draw, assert_near: Near,
+    nan_poison: Callable[..., Tensor], device: str, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    made = arguments(draw, tokens, features, inputs, extras)
+    buffer = nan_poison(tokens + 1, features + 8, dtype=dtype, device=device)
+    out = buffer[:tokens, :features]
+    assert linear_planned(**made, out=out, plan=plan) is out
+    assert_near(out, linear_ref(**wide(made)))
+    assert buffer[tokens:].isnan().all()
+    assert buffer[:, features:].isnan().all()
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 5, 20])
+def test_strided_rows(tokens: int, draw: Draw, assert_near: Near) -> None:
+    """B48: x, weight and residual as parts of larger buffers, at odd offsets; the output is the residual itself."""
+    x, weight = draw(tokens, 200)[:, 3:163], draw(50, 171)[2:, 5:165]
+    residual = draw(tokens, 60)[:, 1:49]
+    truth = linear_ref(x.double(), weight.double(), residual=residual.double())
+    assert linear(x, weight, residual=residual, out=residual) is residual
+    assert_near(residual, truth)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 33, 64, 65])
+def test_planned_by_itself(tokens: int, draw: Draw, assert_near: Near) -> None:
+    made = arguments(draw, tokens, 96, 64, "norm swiglu")
+    assert_near(linear(**made), linear_ref(**wide(made)))
+
+
+@pytest.mark.parametrize("plan", [GEMV, TENSOR], ids=["gemv", "tensor"])
+def test_a_row_does_not_depend_on_its_neighbours(plan: LinearPlan, draw: Draw) -> None:
+    made = arguments(draw, 4, 40, 320, "norm")
+    first = linear_planned(**made, plan=plan)
+    made["x"][1:] = float("inf")
+    assert torch.equal(linear_planned(**made, plan=plan)[0], first[0])
+
+
+def test_large_squares_do_not_overflow(draw: Draw, assert_near: Near) -> None:
+    """B59: a float16 row of 300s, whose squares do not fit float16, is normed to ones."""
+    made = arguments(draw, 1, 16, 64, "norm")
+    made["x"].fill_(300.0)
+    assert_near(linear(**made), linear_ref(**wide(made)))
+
+
+def test_refuses_what_it_does_not_compute(draw: Draw) -> None:
+    with pytest.raises(AssertionError, match="x has 8 features and the weight takes 9"):
+        linear(draw(1, 8), draw(4, 9))
+    with pytest.raises(AssertionError, match="contiguous"):
+        linear(draw(8, 2).t(), draw(4, 8))
+
+
+@pytest.mark.parametrize(("tokens", "size"), [(1, 7), (3, 1536), (70, 1100)])
+def test_swiglu(tokens: int, size: int, draw: Draw, assert_near: Near, nan_poison: Callable[..., Tensor]) -> None:
+    gate_up = draw(tokens, 2 * size + 3)[:, 2 : 2 * size + 2]
+    out = nan_poison(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
+    assert_near(swiglu(gate_up, out=out), swiglu_ref(gate_up.double()))

@@ -1,0 +1,152 @@
+"""Kernels in their streams: recorded and replayed with changed inputs, and overlapping a slow producer."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato import kernels as k
+from ostinato.kernels import _triton
+from ostinato.kernels._linear_plan import LinearPlan
+from ostinato.kernels._triton import tl, triton
+from ostinato.kernels.linear import linear_planned
+
+pytestmark = pytest.mark.gpu
+BF16 = torch.bfloat16
+
+
+@triton.jit
+def _late_copy_kernel(source_ptr, out_ptr, size, SPINS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """A producer as slow as it can be: lets its successor in at once, and writes long after."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wasted = index.to(tl.float32)
+    for _ in range(SPINS):
+        wasted = tl.sqrt(wasted + 1.0)
+    values = tl.load(source_ptr + index, mask=index < size)
+    tl.store(out_ptr + index, values, mask=(index < size) & (wasted > 0.0))
+
+
+def late_copy(source: Tensor, out: Tensor) -> None:
+    pdl = _triton.has_pdl(source.device)
+    _late_copy_kernel[(triton.cdiv(source.numel(), 256),)](
+        source, out, source.numel(), SPINS=2000, BLOCK=256, PDL=pdl, launch_pdl=pdl
+    )
+
+
+def cuda(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(*shape).to("cuda", dtype)
+
+
+def weights(*shape: int) -> Tensor:
+    return cuda(*shape) * shape[-1] ** -0.5
+
+
+def linear_case(tokens: int, plan: LinearPlan, swiglu: bool) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    weight, norm, residual = weights(512, 1024), cuda(1024), cuda(tokens, 256 if swiglu else 512)
+    return lambda: cuda(tokens, 1024), lambda x: linear_planned(
+        x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=swiglu, residual=residual, plan=plan
+    )
+
+
+def attention_case(keys: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    blocks = -(-keys // 16)
+    k_cache, v_cache = cuda(2 + 2 * blocks, 2, 16, 64), cuda(2 + 2 * blocks, 2, 16, 64)
+    tables = (torch.randperm(2 * blocks).view(2, blocks) + 2).to("cuda", torch.int32)
+    lens = torch.tensor([keys, keys // 3], dtype=torch.int32, device="cuda")
+    slots = (tables.gather(1, ((lens - 1) // 16).long()[:, None])[:, 0] * 16 + (lens - 1) % 16).long()
+    cos, sin = cuda(2, 32, dtype=torch.float32), cuda(2, 32, dtype=torch.float32)
+    return lambda: cuda(2, 12 * 64), lambda qkv: k.rotary_attention_decode(
+        qkv, cos, sin, slots, k_cache, v_cache, tables, lens, 0.125
+    )
+
+
+def rms_norm_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    weight = cuda(1024)
+    return lambda: cuda(5, 1024), lambda x: k.rms_norm(x, weight, 1e-5)
+
+
+def embedding_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    weight = cuda(100, 512)
+    return lambda: torch.randint(100, (7,), device="cuda"), lambda ids: k.embedding(ids, weight)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]]]]:
+    gemv, loop = LinearPlan("gemv", 4, 1024, 4, early=1), LinearPlan("gemv", 1, 1024, 4, programs_per_sm=1)
+    yield "gemv", lambda: linear_case(1, gemv, False)
+    yield "gemv-swiglu-4", lambda: linear_case(4, gemv, True)
+    yield "gemv-loop", lambda: linear_case(1, loop, False)
+    yield "tensor", lambda: linear_case(16, LinearPlan("tensor", 64, 64, 4, num_stages=3), True)
+    yield "tensor-split", lambda: linear_case(9, LinearPlan("tensor", 64, 64, 4, num_stages=3, split_k=4), False)
+    yield "tensor-norm-apart", lambda: linear_case(9, LinearPlan("tensor", 32, 64, 4, norm_apart=True), False)
+    yield "attention-short", lambda: attention_case(60)
+    yield "attention-shares", lambda: attention_case(3000)
+    yield "rms-norm", rms_norm_case
+    yield "swiglu", lambda: (lambda: cuda(5, 1024), k.swiglu)
+    yield "greedy", lambda: (lambda: cuda(3, 50000), k.greedy)
+    yield "embedding", embedding_case
+
+
+CASES = list(cases()) if torch.cuda.is_available() else []
+
+
+@pytest.fixture(params=[make for _, make in CASES], ids=[name for name, _ in CASES])
+def case(request: pytest.FixtureRequest) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    return request.param()
+
+
+def test_replay_equals_launch(case: tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]) -> None:
+    draw, op = case
+    x = draw()
+    for _ in range(2):
+        op(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(x)
+    for _ in range(3):
+        x.copy_(draw())
+        graph.replay()
+        replayed = out.clone()
+        assert torch.equal(replayed, op(x))
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["eager", "graph"])
+def test_waits_for_a_slow_producer(
+    case: tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]], recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Invariant 14: with programmatic dependent launch and without it, the bits are the same."""
+    draw, op = case
+    source = draw()
+    x = draw()
+
+    def chain() -> Tensor:
+        late_copy(source, x)
+        out = op(x)
+        late_copy(source, x)  # must not overtake the reader before it
+        return out
+
+    def run() -> Tensor:
+        chain()
+        torch.cuda.synchronize()
+        if not recorded:
+            source.copy_(truth_source)
+            x.copy_(other)
+            torch.cuda.synchronize()
+            return chain().clone()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = chain()
+        source.copy_(truth_source)
+        x.copy_(other)
+        graph.replay()
+        return out.clone()
+
+    truth_source, other = draw(), draw()
+    overlapped = run()
+    monkeypatch.setattr(_triton, "has_pdl", lambda device: False)
+    assert torch.equal(overlapped, run())
+    assert torch.equal(overlapped, op(truth_source))

@@ -1,0 +1,134 @@
+"""Every kernel that a decode step launches, compiled for devices that are not here."""
+
+import importlib.util
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ostinato import kernels
+from ostinato.model import SHAPES
+
+BENCH = Path(__file__).parents[2] / "bench"
+STATIC = {"weight_ptr", "norm_weight_ptr"}  # what a kernel may read before its wait
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, BENCH / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+aot = load("aot")
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def decode_step(model: str, batch: int, architecture: int) -> list[Any]:
+    """The launches of one layer's decode step with everything around it, and of what serves a longer prompt."""
+    from ostinato.model import AttentionMetadata, Decoder, KVCache
+
+    config = replace(SHAPES[model], num_layers=1)
+    decoder = Decoder(config, dtype=torch.bfloat16, device="meta")
+    cache = KVCache.allocate(config, 10, 16, dtype=torch.bfloat16, device="meta")
+    ids, lens = meta(batch, dtype=torch.int64), meta(batch, dtype=torch.int32)
+    metadata = AttentionMetadata(meta(batch, 128, dtype=torch.int32), lens)
+    with aot.recording(architecture) as launches:
+        pre = decoder.preamble(ids, ids, metadata, 16)
+        logits = decoder.head(decoder.blocks(pre.hidden, pre, metadata, cache))
+        sampled = kernels.greedy(logits, vocab_limit=config.vocab_size - 7)
+        kernels.commit(sampled, ids, ids, lens, meta(4, batch, dtype=torch.int64), meta(1, dtype=torch.int64))
+        kernels.update_rows(meta(1, 132, dtype=torch.int64), ids, ids, lens, metadata.block_tables)
+        qkv = meta(batch, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+        q = kernels.rotary_kv_write(qkv, pre.cos, pre.sin, pre.slot_mapping, cache.k[0], cache.v[0])
+        kernels.attention_decode(q, cache.k[0], cache.v[0], metadata.block_tables, lens, 0.1)
+        kernels.rms_norm(pre.hidden, decoder.norm_weight, 1e-5)
+        kernels.add_rms_norm(pre.hidden, pre.hidden, decoder.norm_weight, 1e-5)
+        kernels.swiglu(meta(batch, 2 * config.intermediate_size))
+    return launches
+
+
+# Batches on either side of every road and tile; the H200's tables hold for 90 alone, the rest is rules.
+CONFIGURATIONS = {
+    90: [(model, batch) for model in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b") for batch in (1, 2, 8, 32)],
+    80: [("smollm2-135m", 1), ("llama-3.2-1b", 8)],
+    100: [("smollm2-135m", 1), ("llama-3.2-1b", 8)],
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGURATIONS, ids="sm_{}".format)
+def compiled(request: pytest.FixtureRequest) -> list[tuple[Any, Any]]:
+    architecture = request.param
+    launches = [launch for case in CONFIGURATIONS[architecture] for launch in decode_step(*case, architecture)]
+    unique = list({launch.key: launch for launch in launches}.values())
+    results = aot.compile_everywhere(unique, (architecture,), len(os.sched_getaffinity(0)))
+    return list(zip(unique, results, strict=True))
+
+
+def test_compiles_without_spills(compiled: list[tuple[Any, Any]], record_property: Any) -> None:
+    report = [
+        f"{launch.name:28s} {result.registers:4d} registers {result.shared:7d} B shared {result.stack:4d} B spilled"
+        for launch, result in compiled
+    ]
+    record_property("resources", "\n".join(report))
+    print("\n".join(report))
+    assert not [line for line in report if not line.endswith("   0 B spilled")]
+
+
+def test_waits_before_anything_of_its_predecessor(compiled: list[tuple[Any, Any]]) -> None:
+    """Invariant 14, read off the PTX: the wait is unconditional, and before it only weights are read."""
+    for launch, result in compiled:
+        if dict(launch.options)["launch_pdl"]:
+            assert_waits_first(launch, result.ptx)
+
+
+def assert_waits_first(launch: Any, ptx: str) -> None:
+    names = [name for name, kind in launch.signature if kind != "constexpr"]
+    origins: dict[str, set[str]] = {}
+    body = ptx[ptx.index("// %bb.0") if "// %bb.0" in ptx else ptx.index("{") :]
+    for line in body.splitlines():
+        code = line.split("//")[0].strip()
+        if code.startswith("griddepcontrol.wait"):
+            return
+        assert not re.match(r"@\S+\s+griddepcontrol.wait", code), f"{launch.name} waits on a condition"
+        assert not re.search(r"\b(bra|ret|exit)\b", code), f"{launch.name} may leave before its wait: {code}"
+        assert not re.search(r"\b(st\.global|atom|red\.|cp\.async)", code), (
+            f"{launch.name} acts before its wait: {code}"
+        )
+        match = re.match(r"(?:@\S+\s+)?(\S+)\s+(.*)", code)
+        if match is None:
+            continue
+        operation, operands = match.groups()
+        registers = re.findall(r"%\w+", operands)
+        parameters = {names[int(n)] for n in re.findall(r"_param_(\d+)", operands) if int(n) < len(names)}
+        reached = parameters.union(*(origins.get(register, set()) for register in registers))
+        if "ld.global" in operation:
+            sources = {name for name in reached if name.endswith("_ptr")}
+            assert sources <= STATIC, f"{launch.name} reads {sources - STATIC} before its wait"
+            assert sources, f"{launch.name} reads before its wait, from where the test cannot tell: {code}"
+        if registers and not operation.startswith("setp"):
+            for register in registers[: (operands.count("{") and len(registers) - 1) or 1]:
+                origins[register] = origins.get(register, set()) | reached
+    raise AssertionError(f"{launch.name} is launched with programmatic dependent launch and never waits")
+
+
+def test_the_order_test_sees_an_early_read() -> None:
+    (launch,) = [launch for launch in decode_step("smollm2-135m", 1, 90) if launch.name == "_commit_kernel"]
+    ptx = aot.compile_launch(launch, 90).ptx
+    assert_waits_first(launch, ptx)
+    with pytest.raises(AssertionError, match="before its wait"):
+        assert_waits_first(launch, re.sub(r"griddepcontrol\.wait;", "", ptx, count=1))

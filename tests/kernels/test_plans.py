@@ -1,0 +1,75 @@
+"""The pure functions that cut the work, over everything that a launcher may ask of them."""
+
+import itertools
+
+import pytest
+
+from ostinato.kernels._attention_plan import attention_plan
+from ostinato.kernels._linear_plan import TABLES, LinearPlan, linear_plan
+from ostinato.model import SHAPES
+
+DEVICES = {"A100": (108, 166912), "RTX 4090": (128, 101376), "NVIDIA H200": (132, 232448)}
+
+
+def power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
+
+
+def assert_fits(plan: LinearPlan, num_tokens: int, columns: int, parts: int, size: int, shared_memory: int) -> None:
+    assert power_of_two(plan.block_n)
+    assert power_of_two(plan.block_k)
+    assert power_of_two(plan.num_warps)
+    if plan.road == "gemv":
+        assert num_tokens <= 4
+        assert plan.block_k % 8 == 0, "a thread sums eight neighbours"
+        assert plan.block_n * parts * plan.block_k <= 64 * plan.num_warps * 64, "a chunk must fit the registers"
+    else:
+        block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
+        assert (plan.block_n * parts + block_m) * plan.block_k * size * plan.num_stages <= shared_memory
+        share = -(-columns // (plan.split_k * plan.block_k)) * plan.block_k
+        assert (plan.split_k - 1) * share < columns, "a share of K is empty"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_linear_plan(device: str, model: str, size: int) -> None:
+    config, (_, shared_memory) = SHAPES[model], DEVICES[device]
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    weights = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner), (config.vocab_size, hidden)]
+    for (rows, columns), tokens in itertools.product(weights, [1, 2, 3, 4, 5, 16, 17, 32, 33, 64, 65, 4096]):
+        swiglu = rows == 2 * inner
+        plan = linear_plan(
+            tokens, rows, columns, swiglu=swiglu, element_size=size, device_name=device, shared_memory=shared_memory
+        )
+        assert (plan.road == "blas") == (tokens > 64)
+        if plan.road != "blas":
+            assert_fits(plan, tokens, columns, 2 if swiglu else 1, size, shared_memory)
+
+
+def test_tables_are_used_on_their_device_only() -> None:
+    for device, tiles in TABLES.items():
+        for tile, plans in tiles.items():
+            for (rows, columns), plan in plans.items():
+                known = {"swiglu": False, "shared_memory": 232448}
+                assert linear_plan(tile, rows, columns, element_size=2, device_name=device, **known) == plan
+    rule = linear_plan(1, 3072, 2048, swiglu=False, element_size=2, device_name="", shared_memory=101376)
+    assert rule != TABLES["NVIDIA H200"][1][3072, 2048]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_attention_plan(device: str) -> None:
+    multiprocessors, shared_memory = DEVICES[device]
+    cases = itertools.product([1, 2, 7, 32, 256], [1, 3, 8, 24], [1, 4, 9, 24], [64, 80, 128, 256], [2, 4])
+    for seqs, kv_heads, group, head_dim, size in cases:
+        for max_keys in (1, 16, 1000, 131072):
+            plan = attention_plan(seqs, kv_heads, group, head_dim, size, max_keys, multiprocessors, shared_memory)
+            assert power_of_two(plan.block_n)
+            assert power_of_two(plan.max_splits)
+            assert plan.max_splits <= 64
+            assert plan.dot or group <= 8, "one query head after another is for small groups"
+            assert not plan.dot or plan.block_n >= 16, "a matrix product has 16 keys at least"
+            # Keys and values of half the stages lie in shared memory: the loads of block numbers take the others.
+            tile = plan.block_n * max(64, 1 << (head_dim - 1).bit_length()) * size
+            assert not plan.dot or 2 * tile * max(1, (plan.num_stages - 2) // 2) <= shared_memory
