@@ -1,0 +1,273 @@
+"""CUDA graphs without a GPU: a tape of operators with the memory behaviour of a capture.
+
+While a tape records, Python runs and nothing is computed, as in a capture on a GPU: shapes come from meta tensors, new
+tensors from the pool, and results hold whatever the memory held. A replay computes the operators in order, into the
+same addresses, without the Python that called them. A block goes back to the pool when the last tensor or view of its
+storage dies, and is handed out again, in this capture or in a later one. So a value that is left in the pool is
+overwritten by other replays here as it would be on a GPU.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .graph_backend import CaptureError, Event, Graph, GraphBackend, GraphPool, Stream
+from .tape_pool import TapePool
+
+
+class TapeGraph:
+    """A list of operators over fixed addresses."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], object]] = []
+        self._pool: TapePool | None = None
+        self._mode: contextlib.ExitStack | None = None
+        self.segments: set[int] = set()
+
+    @property
+    def num_operators(self) -> int:
+        return len(self._steps)
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        for step in self._steps:
+            step()
+
+    def reset(self) -> None:
+        self._steps.clear()
+        self.segments.clear()
+        if self._pool is not None:
+            self._pool.forget(self)
+            self._pool = None
+
+
+class TapeStream:
+    """A CPU has one order of work; a stream is only a name for where the thread says that it is."""
+
+    def wait_stream(self, stream: Stream) -> None: ...
+    def wait_event(self, event: Event) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class TapeEvent:
+    """Work on a CPU is done when it returns, so an event has always happened."""
+
+    def record(self, stream: Stream | None = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+
+class TapeBackend(GraphBackend):
+    """Graphs of the CPU. Use one an engine; captures are made by one thread at a time."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self._outer_stream = TapeStream()
+        self._capture_stream = TapeStream()
+        self._current: Stream = self._outer_stream
+        self._pools: list[TapePool] = []
+
+    def new_pool(self) -> GraphPool:
+        pool = TapePool(self)
+        self._pools.append(pool)
+        return pool
+
+    def new_graph(self) -> Graph:
+        return TapeGraph()
+
+    def begin(self, graph: Graph, pool: GraphPool) -> None:
+        assert isinstance(graph, TapeGraph), "a backend records its own graphs"
+        assert isinstance(pool, TapePool), "a backend records its own graphs"
+        if pool.recording is not None:
+            raise CaptureError("the pool is recording already: an earlier capture was neither ended nor abandoned")
+        pool.recording, graph._pool = graph, pool
+        self._current = self._capture_stream
+        graph._mode = contextlib.ExitStack()
+        graph._mode.enter_context(_NoValues())
+        graph._mode.enter_context(_Recorder(graph, pool))
+
+    def end(self, graph: Graph) -> None:
+        assert isinstance(graph, TapeGraph), "a backend records its own graphs"
+        assert graph._mode is not None, "only a capture that has begun can end"
+        graph._mode.close()
+        graph._mode = None
+        assert graph._pool is not None, "a graph that records has a pool"
+        graph._pool.recording = None
+        self._current = self._outer_stream
+
+    def instantiate(self, graph: Graph) -> None:
+        """A tape is ready as it is."""
+
+    def abandon(self, graph: Graph, pool: GraphPool) -> None:
+        assert isinstance(graph, TapeGraph), "a backend abandons its own graphs"
+        assert isinstance(pool, TapePool), "a backend abandons its own graphs"
+        if graph._mode is not None:
+            graph._mode.close()
+            graph._mode = None
+        if pool.recording is graph:
+            pool.recording = None
+        self._current = self._outer_stream
+        graph.reset()
+
+    @contextlib.contextmanager
+    def on_capture_stream(self) -> Iterator[None]:
+        with self.on_stream(self._capture_stream):
+            yield
+
+    def current_stream(self) -> Stream:
+        return self._current
+
+    def new_stream(self) -> Stream:
+        return TapeStream()
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def new_event(self) -> Event:
+        return TapeEvent()
+
+    def synchronize(self) -> None:
+        """Everything is done already."""
+
+    def memory_bytes(self) -> int:
+        return sum(pool.num_bytes for pool in self._pools)
+
+    def pool_ranges(self, pool: GraphPool) -> Sequence[range]:
+        assert isinstance(pool, TapePool), "a backend knows its own pools"
+        return pool.ranges()
+
+    def memory_state(self) -> str:
+        return f"{self.memory_bytes()} bytes in {len(self._pools)} pools of the CPU tape"
+
+    @contextlib.contextmanager
+    def range_marker(self, name: str) -> Iterator[None]:
+        with torch.profiler.record_function(name):
+            yield
+
+
+class _NoValues(TorchFunctionMode):
+    """Refuses what reads a tensor's values without an operator, which a dispatch mode would not see."""
+
+    _READS = (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._READS:
+            raise CaptureError(f"Tensor.{func.__name__} reads values, which a capture has not computed")
+        return func(*args, **(kwargs or {}))
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes operators on a tape instead of running them."""
+
+    def __init__(self, graph: TapeGraph, pool: TapePool) -> None:
+        super().__init__()
+        self._graph = graph
+        self._pool = pool
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func._can_decompose() and torch.Tag.data_dependent_output not in func.tags:
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        _refuse(func, args, kwargs)
+        if func._schema.is_mutable:
+            self._append(func, args, kwargs)
+            return _written(func, args, kwargs)
+        if any(returned.alias_info is not None for returned in func._schema.returns) or func is _LIFT:
+            return func(*args, **kwargs)  # a view: other shape, same memory, nothing to do in a replay
+        shapes = func(*tree_map(_to_meta, args), **{**tree_map(_to_meta, kwargs), **_on_meta(func)})
+        leaves, structure = tree_flatten(shapes)
+        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+            return func(*args, **kwargs)  # a question about shapes
+        results = [self._allocate(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if not func.__name__.startswith(("empty", "new_empty")):
+            self._append(func, args, kwargs, [self._fixed(r) for r in results if isinstance(r, Tensor)])
+        return structure.unflatten(results)
+
+    def _allocate(self, shape: Tensor) -> Tensor:
+        tensor, segment = self._pool.hand_out(shape.shape, shape.stride(), shape.dtype)
+        if segment is not None:
+            self._graph.segments.add(segment)
+        return tensor
+
+    def _append(self, func: Any, args: Any, kwargs: Any, results: list[Tensor] | None = None) -> None:
+        args, kwargs = tree_map(self._fixed, args), tree_map(self._fixed, kwargs)
+
+        def run() -> None:
+            fresh = func(*args, **kwargs)
+            if results is not None:
+                tensors = [leaf for leaf in tree_flatten(fresh)[0] if isinstance(leaf, Tensor)]
+                for result, value in zip(results, tensors, strict=True):
+                    result.copy_(value)
+
+        self._graph._steps.append(run)
+
+    def _fixed(self, value: Any) -> Any:
+        """The same memory by address: a tape must not keep alive what would be free in a capture."""
+        return self._pool.alias(value) if isinstance(value, Tensor) else value
+
+
+_LIFT = torch.ops.aten.lift_fresh.default
+
+
+def _to_meta(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _on_meta(func: Any) -> dict[str, torch.device]:
+    return {"device": torch.device("meta")} if any(a.name == "device" for a in func._schema.arguments) else {}
+
+
+def _refuse(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise CaptureError for what a CUDA capture could not hold either."""
+    tags, tensors = func.tags, [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+    if torch.Tag.data_dependent_output in tags:
+        raise CaptureError(f"{func} reads a tensor's value, which a capture has not computed")
+    is_mask_index = func.__name__.startswith("index") and any(tensor.dtype == torch.bool for tensor in tensors[1:])
+    if torch.Tag.dynamic_output_shape in tags and (func.__name__ != "index.Tensor" or is_mask_index):
+        raise CaptureError(f"{func} has a shape that depends on data")
+    if is_mask_index and func.__name__.startswith(("index_put", "_index_put", "index.")):
+        raise CaptureError(f"{func} with a mask has a shape that depends on data")
+    if torch.Tag.nondeterministic_seeded in tags and _argument(func, "dropout_p", args, kwargs) != 0.0:
+        raise CaptureError(f"{func} draws random numbers: a replay would repeat them")
+    if func is _LIFT and args[0].dim():
+        raise CaptureError("a list of host values became a tensor: a replay would repeat them")
+
+
+def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
+    return None
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator that writes its arguments returns: those arguments."""
+    schema = func._schema
+    by_alias = {
+        name: _argument(func, argument.name, args, kwargs)
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for name in argument.alias_info.before_set
+    }
+    returned = []
+    for one in schema.returns:
+        if one.alias_info is None:
+            raise CaptureError(f"{func} both writes its arguments and makes new tensors")
+        [name] = one.alias_info.before_set
+        returned.append(by_alias[name])
+    return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
