@@ -101,8 +101,8 @@ class CaptureSpec(NamedTuple):
 class CudaGraphSlot:
     """A captured graph and the buffers that its replay reads and writes.
 
-    A bucket holds two of them where something is planned ahead: plan N + 1 writes the idle slot's buffers while replay N
-    reads its own.
+    A bucket holds two of them where something is planned ahead: plan N + 1 writes the idle slot's buffers while
+    replay N reads its own.
     """
 
     graph: "Graph"
@@ -164,7 +164,7 @@ def tightest(
 def tightest_batched(
     buckets: Iterable[tuple[BucketKey, CudaGraphConfig]], graph_walk: str, bs: int, cg_key_info: Hashable = None
 ) -> BucketKey | None:
-    """The same for a batch whose inputs are not built yet: only batched buckets, whose tokens follow from their size."""
+    """The same before the inputs are built: only batched buckets, whose tokens follow from their size."""
     fitting = [
         key for key, config in buckets if config.is_batched and config.serves(graph_walk, cg_key_info) and key.bs >= bs
     ]
