@@ -21,6 +21,7 @@ from .interventions import HookRow, Hooks, edit_logits, has_logits_processor, ha
 from .rank_agreement import GraphsRequiredError, fail_if_graphs_required
 from .row_window import rows_in_front
 from .sampler import SampledTokens, SampleRoad
+from .sampling_params import SamplingParams
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,23 @@ class DecodeRunner:
         road = self._pieces.sampler.road(range(len(sequences)))
         return Batch(
             len(sequences), road, bool(self._hooks), has_logits_processor(sequences), has_token_mask(sequences)
+        )
+
+    @property
+    def greedy_road(self) -> SampleRoad:
+        return SampleRoad()
+
+    def batch_of_params(self, params: SequenceOf[SamplingParams]) -> Batch:
+        """The same for requests that decode side by side, from their parameters alone."""
+        sampler, road = self._pieces.sampler, SampleRoad()
+        for one in params:
+            road |= sampler.road_of(one)
+        return Batch(
+            len(params),
+            road,
+            bool(self._hooks),
+            any(one.logits_processors for one in params),
+            any(one.allowed_token_ids is not None for one in params),
         )
 
     def decide(self, batch: Batch) -> list[Chunk]:
@@ -277,11 +295,3 @@ def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:
 
 def _log_progress(done: int, total: int) -> None:
     logger.info("Capturing CUDA graphs (decode): %d/%d", done, total)
-
-
-def road_of_batch(roads: SequenceOf[SampleRoad]) -> SampleRoad:
-    """What a batch of rows with these needs has to do."""
-    result = SampleRoad()
-    for road in roads:
-        result |= road
-    return result

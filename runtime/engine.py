@@ -1,5 +1,6 @@
 """The loop that turns requests into tokens: schedule, run, postprocess."""
 
+import logging
 import secrets
 import time
 from collections.abc import Collection
@@ -18,6 +19,7 @@ from .decode_runner import DecodePolicy, DecodeRunner
 from .detokenizer import TokenDecoder
 from .graph_buckets import capture_sizes
 from .graph_reason import Path
+from .graph_report import GraphReport, coverage_lines, graph_report
 from .interventions import Hooks
 from .model_runner import ModelRunner
 from .sampler import MAX_BANNED_IDS, Sampler
@@ -26,6 +28,8 @@ from .scheduler import Scheduler
 from .sequence import FinishReason, Sequence, TokenLogprobs
 from .step_state import StepState
 from .text_stream import TextStream
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 4 << 30
 
@@ -73,7 +77,10 @@ class Engine:
             backend = graph_backend(model.device)
             graphs = DecodeGraphs(DecodePieces(model, kv_cache, state, sampler), backend, settings)
         self._runner = ModelRunner(model, kv_cache, state, sampler, hooks=self.hooks, policy=policy, graphs=graphs)
-        self._runner.decode_runner.start(capture_progress)
+        self._max_num_seqs = config.max_num_seqs
+        self.decode_runner.start(capture_progress)
+        for line in coverage_lines(self.decode_runner, config.max_num_seqs) if graphs is not None else ():
+            logger.info("batch size %s", line.strip())
         self._scheduler = Scheduler(
             BlockAllocator(plan.num_blocks),
             block_size=config.block_size,
@@ -89,6 +96,9 @@ class Engine:
     @property
     def decode_runner(self) -> DecodeRunner:
         return self._runner.decode_runner
+
+    def graph_report(self) -> GraphReport:
+        return graph_report(self.decode_runner, self._max_num_seqs)
 
     @property
     def has_work(self) -> bool:

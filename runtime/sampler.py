@@ -196,6 +196,10 @@ class Sampler:
             if self._counts is not None and saved is not None:
                 self._counts[1].copy_(saved)
 
+    def road_of(self, params: SamplingParams) -> SampleRoad:
+        """What a row needs for a request, before it has one. With min_tokens it is taken to have ids to ban."""
+        return _road_of(params, self.vocab_size, bool(params.min_tokens))
+
     def road(self, rows: Sequence[int]) -> SampleRoad:
         """What a batch of these rows needs, known on the host without looking at a tensor."""
         return functools.reduce(operator.or_, {self._roads[row] for row in rows}, SampleRoad())

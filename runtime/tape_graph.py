@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import TreeSpec, tree_flatten
 
 from .graph_backend import CaptureError, Event, Graph, GraphBackend, GraphPool, Stream
+from .tape_operators import Shape, infer_shapes, operator_facts, written_arguments
 from .tape_pool import TapePool
 
 
@@ -176,39 +177,40 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._can_decompose() and torch.Tag.data_dependent_output not in func.tags:
+        facts = operator_facts(func)
+        if facts.is_composite:
             with self:
                 result = func.decompose(*args, **kwargs)
             if result is not NotImplemented:
                 return result
-        _refuse(func, args, kwargs)
-        if func._schema.is_mutable:
-            self._append(func, args, kwargs)
-            return _written(func, args, kwargs)
-        if any(returned.alias_info is not None for returned in func._schema.returns) or func is _LIFT:
-            return func(*args, **kwargs)  # a view: other shape, same memory, nothing to do in a replay
-        shapes = func(*tree_map(_to_meta, args), **{**tree_map(_to_meta, kwargs), **_on_meta(func)})
-        leaves, structure = tree_flatten(shapes)
-        if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        leaves, structure = tree_flatten((args, kwargs))
+        facts.refuse(args, kwargs, leaves)
+        if facts.is_mutable:
+            self._append(func, leaves, structure)
+            return written_arguments(func, args, kwargs)
+        if facts.is_view:
+            return func(*args, **kwargs)  # other shape, same memory, nothing to do in a replay
+        shapes, out_structure = infer_shapes(func, leaves, structure)
+        if not any(isinstance(shape, Shape) for shape in shapes):
             return func(*args, **kwargs)  # a question about shapes
-        results = [self._allocate(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        if not func.__name__.startswith(("empty", "new_empty")):
-            self._append(func, args, kwargs, [self._fixed(r) for r in results if isinstance(r, Tensor)])
-        return structure.unflatten(results)
+        results = [self._allocate(shape) if isinstance(shape, Shape) else shape for shape in shapes]
+        if not facts.is_empty:
+            self._append(func, leaves, structure, [self._fixed(r) for r in results if isinstance(r, Tensor)])
+        return out_structure.unflatten(results)
 
-    def _allocate(self, shape: Tensor) -> Tensor:
-        tensor, segment = self._pool.hand_out(shape.shape, shape.stride(), shape.dtype)
+    def _allocate(self, shape: Shape) -> Tensor:
+        tensor, segment = self._pool.hand_out(*shape)
         if segment is not None:
             self._graph.segments.add(segment)
         return tensor
 
-    def _append(self, func: Any, args: Any, kwargs: Any, results: list[Tensor] | None = None) -> None:
-        args, kwargs = tree_map(self._fixed, args), tree_map(self._fixed, kwargs)
+    def _append(self, func: Any, leaves: list[Any], structure: TreeSpec, results: list[Tensor] | None = None) -> None:
+        args, kwargs = structure.unflatten([self._fixed(leaf) for leaf in leaves])
 
         def run() -> None:
             fresh = func(*args, **kwargs)
             if results is not None:
-                tensors = [leaf for leaf in tree_flatten(fresh)[0] if isinstance(leaf, Tensor)]
+                tensors = [fresh] if isinstance(fresh, Tensor) else [t for t in fresh if isinstance(t, Tensor)]
                 for result, value in zip(results, tensors, strict=True):
                     result.copy_(value)
 
@@ -217,57 +219,3 @@ class _Recorder(TorchDispatchMode):
     def _fixed(self, value: Any) -> Any:
         """The same memory by address: a tape must not keep alive what would be free in a capture."""
         return self._pool.alias(value) if isinstance(value, Tensor) else value
-
-
-_LIFT = torch.ops.aten.lift_fresh.default
-
-
-def _to_meta(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return torch.device("meta") if isinstance(value, torch.device) else value
-
-
-def _on_meta(func: Any) -> dict[str, torch.device]:
-    return {"device": torch.device("meta")} if any(a.name == "device" for a in func._schema.arguments) else {}
-
-
-def _refuse(func: Any, args: Any, kwargs: Any) -> None:
-    """Raise CaptureError for what a CUDA capture could not hold either."""
-    tags, tensors = func.tags, [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-    if torch.Tag.data_dependent_output in tags:
-        raise CaptureError(f"{func} reads a tensor's value, which a capture has not computed")
-    is_mask_index = func.__name__.startswith("index") and any(tensor.dtype == torch.bool for tensor in tensors[1:])
-    if torch.Tag.dynamic_output_shape in tags and (func.__name__ != "index.Tensor" or is_mask_index):
-        raise CaptureError(f"{func} has a shape that depends on data")
-    if is_mask_index and func.__name__.startswith(("index_put", "_index_put", "index.")):
-        raise CaptureError(f"{func} with a mask has a shape that depends on data")
-    if torch.Tag.nondeterministic_seeded in tags and _argument(func, "dropout_p", args, kwargs) != 0.0:
-        raise CaptureError(f"{func} draws random numbers: a replay would repeat them")
-    if func is _LIFT and args[0].dim():
-        raise CaptureError("a list of host values became a tensor: a replay would repeat them")
-
-
-def _argument(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.name == name:
-            return args[index] if index < len(args) else kwargs.get(name, argument.default_value)
-    return None
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator that writes its arguments returns: those arguments."""
-    schema = func._schema
-    by_alias = {
-        name: _argument(func, argument.name, args, kwargs)
-        for argument in schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for name in argument.alias_info.before_set
-    }
-    returned = []
-    for one in schema.returns:
-        if one.alias_info is None:
-            raise CaptureError(f"{func} both writes its arguments and makes new tensors")
-        [name] = one.alias_info.before_set
-        returned.append(by_alias[name])
-    return None if not returned else returned[0] if len(returned) == 1 else tuple(returned)
