@@ -1,5 +1,6 @@
 """Replays a whole forward: everything from the inputs of a step to its outputs in one graph."""
 
+import functools
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -90,7 +91,9 @@ class CudaGraphRunner:
         self._num_slots = num_slots if resources.planners else 1
         self._nvtx = enable_nvtx
         self._configs = list(submodule.graph_configs())
-        self._wanted = {key: index for index, config in enumerate(self._configs) for key in reversed(config.keys())}
+        self._wanted = {
+            key: index for index, config in enumerate(self._configs) for key in reversed(config.bucket_keys())
+        }
         self._buckets: dict[BucketKey, CudaGraphBucket] = {}
         self._warm: dict[tuple[BucketKey, int], dict[str, Tensor]] = {}
         self._dummies = DummyRowPool(submodule_name, step_runner)
@@ -140,7 +143,7 @@ class CudaGraphRunner:
                 self._plan_dummies(key, slot)
                 inputs = self._submodule.static_inputs(key)
                 graph, outputs = capture_with_static_outputs(
-                    lambda inputs=inputs: self._submodule.forward(key, inputs),
+                    functools.partial(self._submodule.forward, key, inputs),
                     self._warm.pop((key, slot)),
                     self._resources.pool,
                     self._device,

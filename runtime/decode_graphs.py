@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class DecodeSteps:
-    """The declare → plan → commit road of decode steps: rows live in the device's step state, the host plans nothing."""
+    """The declare → plan → commit road of decode steps: rows live on the device, and the host plans nothing."""
 
     def open_rows(self, rids: Sequence[int]) -> None:
         """A dead row of the step state needs no storage."""
@@ -105,7 +105,7 @@ class DecodeGraphs:
         self.cuts: tuple[int, ...] = ()
         self._set_cuts(())
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
-        for runner in (self.whole, *self.regions):
+        for runner in self._runners:
             runner.prepare_for_capture()
         pieces.sampler.claim_counts()
         buffers.seal()
@@ -114,20 +114,23 @@ class DecodeGraphs:
     def regions(self) -> list[PiecewiseCudaGraphRunner]:
         return [*self.blocks, self.head, *self.samples.values()]
 
+    @property
+    def _runners(self) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
+        return [self.whole, *self.regions]
+
     def capture_path(self, path: Path, progress: Progress | None = None) -> CaptureSummary:
         """Warm up and capture every bucket of a path."""
-        runners = [self.whole] if path is Path.WHOLE else self.regions
         with self._at_rest():
-            return self._capturer.capture(runners, progress=progress)
+            return self._capturer.capture(self._of(path), progress=progress)
 
     def warm_up(self, path: Path) -> None:
         """Only run every bucket eagerly, so that late captures find everything compiled and claimed."""
         with self._at_rest():
-            self._capturer.warm_up([self.whole] if path is Path.WHOLE else self.regions)
+            self._capturer.warm_up(self._of(path))
 
     def capture_bucket(self, path: Path, key: BucketKey) -> bool:
         """Capture one bucket of a path between two steps; False if that failed."""
-        runners = [self.whole] if path is Path.WHOLE else self.regions_of(key)
+        runners = self._of(path, key)
         with self._at_rest():
             for runner in runners:
                 own = runner_key(runner, key)
@@ -139,7 +142,7 @@ class DecodeGraphs:
         """Why a bucket of a path is not there; of a piecewise step, the first region's reason."""
         if (path, key) in self._failed:
             return self._failed[path, key][0]
-        runners = [self.whole] if path is Path.WHOLE else self.regions_of(key)
+        runners = self._of(path, key)
         for runner in runners:
             reason = runner.drop_reasons.get(runner_key(runner, key))
             if reason is not None:
@@ -150,7 +153,7 @@ class DecodeGraphs:
         """Each missing bucket in a sentence."""
         lines = [
             f"{runner.name} at batch size {key.bs}: {reason.value} ({detail})"
-            for runner in (self.whole, *self.regions)
+            for runner in self._runners
             for key, (reason, detail) in runner.drop_reasons.items()
         ]
         lines += [
@@ -198,6 +201,12 @@ class DecodeGraphs:
         for failed in [entry for entry in getattr(self, "_failed", {}) if entry[0] is Path.PIECEWISE]:
             del self._failed[failed]
         return True
+
+    def _of(self, path: Path, key: BucketKey | None = None) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
+        """The runners of a path, or of one bucket of it."""
+        if path is Path.WHOLE:
+            return [self.whole]
+        return [*(self.regions if key is None else self.regions_of(key))]
 
     def regions_of(self, key: BucketKey) -> list[PiecewiseCudaGraphRunner]:
         """The regions of a piecewise step of this bucket, in order."""
@@ -257,7 +266,7 @@ class DecodeGraphs:
         at_logits(logits[:num_rows])
         assert isinstance(key.cg_key_info, SampleRoad), "decode buckets are keyed by what sampling needs"
         sampled = run(self.samples[key.cg_key_info], {"logits": logits})
-        views = {name: sampled.get_view(name) for name in sampled.keys()}
+        views = {name: sampled.get_view(name) for name in sampled}
         return {name: view for name, view in views.items() if view is not None}
 
     def _region(self, label: str, config: Any) -> PiecewiseCudaGraphRunner:

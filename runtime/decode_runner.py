@@ -1,11 +1,11 @@
 """Runs decode steps: asks the dispatcher, replays or runs the pieces, counts, and explains."""
 
+import itertools
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..model import AttentionMetadata
@@ -138,14 +138,15 @@ class DecodeRunner:
         return results
 
     def _run_chunk(self, chunk: Chunk, sequences: SequenceOf[Sequence]) -> tuple[Chunk, DecodeResult]:
-        if chunk.key is None:
+        key = chunk.key
+        if key is None:
             self._check_allowed(chunk)
             return chunk, self._finish(self._run_rows(sequences), len(sequences))
         state, sampler = self._pieces.state, self._pieces.sampler
         planned = chunk.path if chunk.path is not Path.EAGER else self._path(sequences)
         chunk = self._ready(chunk)
         self._check_allowed(chunk)
-        with rows_in_front(state, sampler, chunk.start, chunk.stop, chunk.key.bs):
+        with rows_in_front(state, sampler, chunk.start, chunk.stop, key.bs):
             try:
                 outputs = self._run_bucket(chunk, planned, sequences)
             except GraphsRequiredError:
@@ -155,7 +156,7 @@ class DecodeRunner:
                     raise
                 chunk = self._after_failure(chunk, error)
                 outputs = self._run_bucket(chunk, planned, sequences)
-            self._advance(planned, chunk.key)
+            self._advance(planned, key)
             return chunk, self._finish(_sampled(outputs, len(sequences)), len(sequences))
 
     def _run_bucket(self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence]) -> dict[str, Tensor]:
@@ -273,7 +274,7 @@ def run_blocks(
         return model.blocks(hidden, preamble, metadata, kv_cache)  # type: ignore[arg-type]
     num_layers = pieces.num_layers
     edges = sorted({0, num_layers, *hooks.layers})
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in itertools.pairwise(edges):
         hooks.apply(start, hidden, rows)
         hidden = model.blocks(hidden, preamble, metadata, kv_cache, start, stop)  # type: ignore[arg-type]
     hooks.apply(num_layers, hidden, rows)

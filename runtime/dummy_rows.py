@@ -8,6 +8,8 @@ from torch import Tensor
 
 from .graph_buckets import BucketKey
 
+_MARK = b"\1padding/"
+
 
 @dataclass(frozen=True)
 class RowInfo:
@@ -57,16 +59,17 @@ class StepRunner(Protocol):
 
 
 def dummy_rid_handle(name: str) -> int:
-    """A negative number for a padding row, one-to-one with its name; far below any tensor's index."""
-    return -int.from_bytes(b"\1" + name.encode(), "big")
+    """A negative number for a padding row, one-to-one with its name; beyond 64 bits, so that no tensor takes it as an
+    index."""
+    return -int.from_bytes(_MARK + name.encode(), "big")
 
 
 def dummy_rid_name(handle: int) -> str:
     """The name that a handle was made of; for logs."""
-    digits = (-handle).to_bytes((handle.bit_length() + 7) // 8, "big")
-    if handle >= 0 or digits[:1] != b"\1":
+    digits = abs(handle).to_bytes((handle.bit_length() + 7) // 8, "big")
+    if handle >= 0 or not digits.startswith(_MARK):
         raise ValueError(f"{handle} is not the handle of a padding row")
-    return digits[1:].decode()
+    return digits.removeprefix(_MARK).decode()
 
 
 def dummy_metadata(rids: Iterable[int], graph_walk: str) -> dict[int, RowInfo]:

@@ -69,7 +69,7 @@ class CudaGraphConfig:
         assert num_tokens is not None, "the tokens of a packed bucket do not follow from its batch size"
         return BucketKey(self.graph_walk, self.cg_key_info, bs, num_tokens * self.token_multiplier)
 
-    def keys(self) -> list[BucketKey]:
+    def bucket_keys(self) -> list[BucketKey]:
         """Every bucket, largest first."""
         sizes = sorted(set(self.capture_batch_sizes), reverse=True)
         tokens: Sequence[int | None] = sorted(set(self.token_buckets), reverse=True) or [None]

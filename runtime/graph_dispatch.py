@@ -95,7 +95,7 @@ class Dispatcher:
         path = Path.PIECEWISE if batch.eager_piece else self._path
         view = self._buckets[path]
         usual = batch.eager_piece or (Reason.WHOLE if path is Path.WHOLE else Reason.PIECEWISE)
-        there = [(key, config) for config in view.configs for key in config.keys() if view.missing(key) is None]
+        there = [(key, config) for config in view.configs for key in config.bucket_keys() if view.missing(key) is None]
         whole = tightest_batched(there, batch.graph_walk, batch.num_rows, batch.cg_key_info)
         if whole is not None:
             return [self._chunk(0, batch.num_rows, whole, path, usual, view)]
@@ -115,9 +115,7 @@ class Dispatcher:
             start = stop
         return chunks
 
-    def _chunk(
-        self, start: int, stop: int, key: BucketKey, path: Path, reason: Reason, view: BucketView
-    ) -> Chunk:
+    def _chunk(self, start: int, stop: int, key: BucketKey, path: Path, reason: Reason, view: BucketView) -> Chunk:
         if self._forced:
             return Chunk(start, stop, Path.EAGER, Reason.FORCED, key)
         mode = view.step_mode(key)
@@ -127,7 +125,7 @@ class Dispatcher:
 
     def _without_bucket(self, batch: Batch, view: BucketView) -> Chunk:
         """Eager: on the tightest bucket that should be there, else on the rows as they are."""
-        every = [(key, config) for config in view.configs for key in config.keys()]
+        every = [(key, config) for config in view.configs for key in config.bucket_keys()]
         key = tightest_batched(every, batch.graph_walk, batch.num_rows, batch.cg_key_info)
         if key is not None:
             return Chunk(0, batch.num_rows, Path.EAGER, view.missing(key) or Reason.NO_BUCKET, key)

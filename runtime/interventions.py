@@ -89,7 +89,9 @@ class Hooks:
                 if changed is not None and changed is not hidden:
                     hidden.copy_(changed)
                 continue
-            chosen, tokens, end = [], [], 0
+            chosen: list[HookRow] = []
+            tokens: list[int] = []
+            end = 0
             for row in rows:
                 if hook.where(row):
                     span = row.stop - row.start

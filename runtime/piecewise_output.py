@@ -1,6 +1,6 @@
 """What a captured region hands back."""
 
-from collections.abc import KeysView, Mapping
+from collections.abc import Iterator, KeysView, Mapping
 from typing import TypeVar
 
 from torch import Tensor
@@ -31,6 +31,15 @@ class PiecewiseOutput:
     def get_view(self, key: str, default: D | None = None) -> Tensor | D | None:
         """The real rows themselves. This runner's next `run` overwrites them, and nothing else does."""
         return self._outputs[key][: self.real_len] if key in self._outputs else default
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._outputs)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._outputs
+
+    def __len__(self) -> int:
+        return len(self._outputs)
 
     def keys(self) -> KeysView[str]:
         return self._outputs.keys()

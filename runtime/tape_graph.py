@@ -171,7 +171,7 @@ class _Recorder(TorchDispatchMode):
     """Writes operators on a tape instead of running them."""
 
     def __init__(self, graph: TapeGraph, pool: TapePool) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._graph = graph
         self._pool = pool
 
