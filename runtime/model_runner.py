@@ -52,7 +52,7 @@ class ModelRunner:
         self._kv_cache = kv_cache
         self._state = state
         self._sampler = sampler
-        self._hooks = hooks or Hooks(model.config.num_layers)
+        self._hooks = hooks if hooks is not None else Hooks(model.config.num_layers)
         self._pieces = DecodePieces(model, kv_cache, state, sampler)
         self.decode_runner = DecodeRunner(self._pieces, self._hooks, policy or DecodePolicy(), graphs)
 
