@@ -163,8 +163,10 @@ class DecodeGraphs:
         return lines
 
     def fail(self, path: Path, key: BucketKey, detail: str) -> None:
-        """A replay failed: the bucket is not used any more."""
-        self._failed[path, key] = (Reason.REPLAY_FAILED, detail)
+        """A replay failed: the bucket is not used any more, nor another kind of sampling behind the same regions."""
+        same = [k for config in self.configs for k in config.bucket_keys() if k.bs == key.bs]
+        for one in same if path is Path.PIECEWISE else [key]:
+            self._failed[path, one] = (Reason.REPLAY_FAILED, detail)
         logger.error(
             "%s: the graph for batch size %d failed to replay: %s (%s)",
             path,
