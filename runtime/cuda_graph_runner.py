@@ -98,6 +98,7 @@ class CudaGraphRunner:
         self._warm: dict[tuple[BucketKey, int], dict[str, Tensor]] = {}
         self._dummies = DummyRowPool(submodule_name, step_runner)
         self._turns: dict[BucketKey, int] = {}
+        self._read_done: dict[SlotLease, Event] = {}
         self._templates: dict[BucketKey, list[RowInputs]] = {}
         self._plan_stream = resources.backend.new_stream() if resources.planners else None
 
@@ -312,7 +313,14 @@ class CudaGraphRunner:
             launch_started_event.set()
         with self._marked("replay"):
             slot.graph.replay()
+        if self._plan_stream is not None:
+            event = self._read_done.setdefault(lease, self._resources.backend.new_event())
+            event.record(self._resources.backend.current_stream())
         return slot.static_outputs
+
+    def read_done(self, lease: SlotLease) -> Event | None:
+        """Recorded behind the slot's last replay: a plan that rewrites the slot's buffers waits for it. None before."""
+        return self._read_done.get(lease)
 
     def run_eager(self, key: BucketKey, preprocessed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What a replay of the bucket computes, on the same static inputs, by running its Python."""

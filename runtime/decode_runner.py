@@ -205,6 +205,7 @@ class DecodeRunner:
             if machine is not None and not machine.is_captured:
                 self._num_captured += 1
                 machine.record_capture(self._num_captured, chunk.key.bs, 1)
+            assert machine is None or machine.check_static_shape(chunk.key.bs, 1), "a bucket replays its own shape"
             return chunk
         return self._eager(chunk)
 

@@ -17,6 +17,10 @@ EXPECTED_EAGER = frozenset((Reason.OFF, Reason.FORCED, Reason.PREFILL, Reason.WA
 """Eager on purpose; no warning is due."""
 
 
+UNREMARKABLE = frozenset((Reason.WHOLE, Reason.PIECEWISE)) | EXPECTED_EAGER
+"""What an engine does as it was told; anything else is logged when it first happens."""
+
+
 @dataclass
 class GraphCounters:
     """Counts since the engine started.
@@ -46,6 +50,8 @@ class GraphCounters:
     def count(self, chunk: Chunk, seconds: float) -> None:
         """A chunk has been run, and its tokens are on the host."""
         self.by_reason[chunk.reason] += 1
+        if self.by_reason[chunk.reason] == 1 and chunk.reason not in UNREMARKABLE:
+            logger.warning("decode steps run %s: %s", chunk.path.value, chunk.reason.value)
         self.num_padding_rows += chunk.num_padding_rows
         if chunk.key is not None:
             self.wasted_seconds += seconds * chunk.num_padding_rows / chunk.key.bs

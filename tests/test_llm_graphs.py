@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, EngineConfig, HookRow, SamplingParams
+from ostinato.runtime import Reason
 
 SIZES = (1, 2, 3)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
@@ -194,31 +195,46 @@ def test_what_masks_and_processors_must_be(small: Callable[[str], LLM]) -> None:
 
 
 @pytest.fixture(scope="module")
-def smollm() -> Callable[[str], LLM]:
+def smollm() -> Callable[..., LLM]:
+    """SmolLM2 for up to 4 rows, its largest graph of 2."""
     made: dict[str, LLM] = {}
 
-    def get(graphs: str) -> LLM:
-        if graphs not in made:
-            config = EngineConfig(
-                max_num_seqs=2,
-                max_model_len=64,
-                graphs=graphs,
-                capture_sizes=(1, 2),  # type: ignore[arg-type]
-            )
-            made[graphs] = LLM(device="cpu", dtype="float32", config=config)
-        return made[graphs]
+    def get(graphs: str, **more: Any) -> LLM:
+        name = graphs + str(more)
+        if name not in made:
+            sizes = {"max_num_seqs": 4, "max_model_len": 64, "capture_sizes": (1, 2)}
+            config = EngineConfig(**sizes, graphs=graphs, **more)  # type: ignore[arg-type]
+            made[name] = llm = LLM(device="cpu", dtype="float32", config=config)
+            graphs_made = llm._engine.decode_runner.graphs
+            for runner in (graphs_made.whole, *graphs_made.regions) if graphs_made is not None else ():
+                for key in runner.bucket_keys():
+                    if key.bs == 4:
+                        runner.drop(key, Reason.OVER_BUDGET, "for a test")
+        return made[name]
 
     return get
 
 
 PROMPTS = ["The capital of France is", "One two three four"]
+MORE_PROMPTS = [*PROMPTS, "A dog", "Why"]
 
 
 @pytest.mark.demo
-@pytest.mark.parametrize("graphs", ["whole", "piecewise"])
-def test_smollm2_graphs_give_the_tokens_of_eager_decoding(smollm: Callable[[str], LLM], graphs: str) -> None:
-    for params in (GREEDY, SamplingParams(temperature=0.7, top_k=40, seed=5, max_tokens=6)):
-        assert tokens(smollm(graphs).generate(PROMPTS, params)) == tokens(smollm("off").generate(PROMPTS, params))
+@pytest.mark.parametrize("num_prompts", [1, 2, 3, 4])
+def test_smollm2_eager_on_bucket_is_piecewise_is_whole(smollm: Callable[..., LLM], num_prompts: int) -> None:
+    """Bitwise, log-probabilities too, for every size up to the largest bucket and two beyond."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=True, top_logprobs=3)
+    runs = [
+        [
+            (output.token_ids, output.logprobs)
+            for request in smollm(graphs, **more).generate(MORE_PROMPTS[:num_prompts], params)
+            for output in request.outputs
+        ]
+        for graphs, more in (("whole", {"enable_decode_graphs": False}), ("whole", {}), ("piecewise", {}))
+    ]
+    assert runs[0] == runs[1] == runs[2]
+    plain = smollm("off").generate(MORE_PROMPTS[:num_prompts], params)
+    assert [token_ids for token_ids, _ in runs[0]] == tokens(plain)
 
 
 @pytest.mark.demo

@@ -353,6 +353,21 @@ def test_a_replay_waits_for_the_plan_and_tells_when_it_launches() -> None:
     assert started.is_set()
 
 
+def test_the_next_plan_of_a_slot_can_wait_until_its_buffers_are_read() -> None:
+    runner, x = planned().runner, torch.randn(2, 4)
+    first, second = runner.lease_slot("decode", 2, 0), runner.lease_slot("decode", 2, 1)
+    assert first is not None
+    assert second is not None
+    assert runner.read_done(first) is None
+    runner.run_forward(first, {"x": x})
+    event = runner.read_done(first)
+    assert event is not None
+    assert runner.read_done(second) is None
+    runner.run_forward(first, {"x": x})
+    assert runner.read_done(first) is event, "one event a slot"
+    assert Rig().captured().runner.read_done(first) is None, "nothing is planned, nothing has to wait"
+
+
 # Failures
 
 

@@ -198,6 +198,29 @@ def test_b37_padding_rows_write_to_the_sink_alone(
         assert new.isfinite().all()
 
 
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_poison_between_steps_changes_no_token(
+    engine: Callable[..., Engine], shared: Callable[..., Engine], generate: Generate, drain: Any, mode: str
+) -> None:
+    """NaN over the whole pool and every claimed float buffer, garbage in the others, after each step."""
+    exact = results(generate(shared(graphs="off"), *requests(3, GREEDY)))
+    one = engine(graphs=mode)
+    resources = one.decode_runner.graphs.resources  # type: ignore[union-attr]
+
+    @torch.inference_mode()
+    def poison() -> None:
+        for segment in resources.pool._segments.values():  # type: ignore[attr-defined]
+            segment.view(torch.float32).fill_(torch.nan)
+        for buffer in resources.buffers.tensors.values():
+            buffer.fill_(torch.nan if buffer.is_floating_point() else 7)
+
+    sequences = [s for prompt, params in requests(3, GREEDY) for s in one.create(prompt, params)]
+    for sequence in sequences:
+        one.add(sequence)
+    drain(one, poison)
+    assert results(sequences) == exact
+
+
 def test_the_sink_is_zero_after_captures_and_rows_are_as_before(engine: Callable[..., Engine]) -> None:
     one = engine()
     runner = one._runner
