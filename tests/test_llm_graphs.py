@@ -222,8 +222,9 @@ MORE_PROMPTS = [*PROMPTS, "A dog", "Why"]
 @pytest.mark.demo
 @pytest.mark.parametrize("num_prompts", [1, 2, 3, 4])
 def test_smollm2_eager_on_bucket_is_piecewise_is_whole(smollm: Callable[..., LLM], num_prompts: int) -> None:
-    """Bitwise, log-probabilities too, for every size up to the largest bucket and two beyond."""
-    params = SamplingParams(temperature=0.0, max_tokens=4, logprobs=True, top_logprobs=3)
+    """For every size up to the largest bucket and two beyond."""
+    # The kind of sampling that has log-probabilities is slow on a CPU: one size shows their bits.
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=num_prompts == 3)
     runs = [
         [
             (output.token_ids, output.logprobs)
