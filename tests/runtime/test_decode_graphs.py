@@ -16,7 +16,7 @@ from ostinato.runtime import Engine, GraphsRequiredError, Path, Reason, Sampling
 from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
 from ostinato.runtime.decode_pieces import GRAPH_ROADS
 from ostinato.runtime.graph_backend import Graph, GraphPool
-from ostinato.runtime.graph_buckets import BucketKey
+from ostinato.runtime.graph_buckets import BucketKey, SlotLease
 from ostinato.runtime.graph_capture import aliased_outputs
 from ostinato.runtime.tape_graph import TapeBackend
 
@@ -160,8 +160,9 @@ def test_python_runs_at_warm_up_and_capture_only(
     assert set(runner.counters.by_reason) == {Reason.PREFILL, Reason[mode.upper()]}
 
 
-def test_no_static_buffer_or_state_or_weight_lies_in_the_pool(engine: Callable[..., Engine]) -> None:
-    one = engine(graphs="piecewise")
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_no_static_buffer_or_state_or_weight_lies_in_the_pool(shared: Callable[..., Engine], mode: str) -> None:
+    one = shared(graphs=mode)
     graphs, runner = one.decode_runner.graphs, one._runner
     assert graphs is not None
     tensors = dict(runner._model.state_dict()) | graphs.resources.buffers.tensors
@@ -170,6 +171,10 @@ def test_no_static_buffer_or_state_or_weight_lies_in_the_pool(engine: Callable[.
     for region in graphs.regions:
         for key, data in region.graphs.items():
             tensors |= {f"{region.label} {key} {name}": t for name, t in data.static_outputs.items()}
+    for key in graphs.whole.bucket_keys():
+        if graphs.whole.has(key):
+            outputs = graphs.whole.slot_for(SlotLease(key, 0)).static_outputs
+            tensors |= {f"{key} {name}": t for name, t in outputs.items()}
     assert aliased_outputs(graphs.resources.pool, tensors) == []
 
 
