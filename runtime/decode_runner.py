@@ -3,6 +3,7 @@
 import itertools
 import logging
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -69,6 +70,7 @@ class DecodeRunner:
         self._hooks = hooks
         self._machines: dict[tuple[Path, BucketKey], InferenceGraphCapture] = {}
         self._num_captured = 0
+        self._users_error: Exception | None = None
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
@@ -149,10 +151,8 @@ class DecodeRunner:
         with rows_in_front(state, sampler, chunk.start, chunk.stop, key.bs):
             try:
                 outputs = self._run_bucket(chunk, planned, sequences)
-            except GraphsRequiredError:
-                raise
             except Exception as error:
-                if chunk.path is Path.EAGER:
+                if chunk.path is Path.EAGER or error is self._users_error:
                     raise
                 chunk = self._after_failure(chunk, error)
                 outputs = self._run_bucket(chunk, planned, sequences)
@@ -170,9 +170,17 @@ class DecodeRunner:
             chunk.key,
             num_rows,
             eager=eager,
-            at_layer=lambda layer, hidden: self._hooks.apply(layer, hidden, rows),
-            at_logits=lambda logits: edit_logits(logits, sequences),
+            at_layer=lambda layer, hidden: self._call_user(lambda: self._hooks.apply(layer, hidden, rows)),
+            at_logits=lambda logits: self._call_user(lambda: edit_logits(logits, sequences)),
         )
+
+    def _call_user(self, call: Callable[[], None]) -> None:
+        """Run a user's code between replays; its error is not a failure of a graph."""
+        try:
+            call()
+        except Exception as error:
+            self._users_error = error
+            raise
 
     def _run_rows(self, sequences: SequenceOf[Sequence]) -> SampledTokens:
         """Eagerly on exactly these rows; the host knows how far their tables reach."""

@@ -142,6 +142,23 @@ def test_a_hook_that_returns_nonsense_is_told_so(small: Callable[[str], LLM], re
         handle.remove()
 
 
+def test_an_error_of_a_hook_is_not_a_failure_of_a_graph(small: Callable[[str], LLM]) -> None:
+    llm = small("whole")
+
+    def fail(hidden: Tensor, rows: Sequence[HookRow]) -> None:
+        if rows[0].output_ids:
+            raise KeyError("of the user")
+
+    handle = llm.hook(1, fail)
+    try:
+        with pytest.raises(KeyError, match="of the user"):
+            llm.generate("a", GREEDY)
+    finally:
+        handle.remove()
+    assert llm.graph_report().missing == ()
+    assert tokens(llm.generate("a", GREEDY)) == tokens(small("off").generate("a", GREEDY))
+
+
 @pytest.mark.parametrize("graphs", ["off", "whole", "piecewise"])
 def test_logits_processors_and_masks_decide_the_tokens(small: Callable[[str], LLM], graphs: str) -> None:
     """Beside a request without them, which keeps its tokens; and steps without them are whole again."""
