@@ -2,14 +2,29 @@
 
 from .config import EngineConfig
 from .engine import Engine
+from .graph_dispatch import Chunk
+from .graph_reason import Path, Reason
+from .graph_report import GraphReport
+from .inference_graph_capture import InferenceGraphCapture, StepMode
+from .interventions import HookHandle, HookRow
+from .rank_agreement import GraphsRequiredError
 from .sampling_params import SamplingParams
 from .sequence import FinishReason, Sequence, TokenLogprobs
 
 __all__ = [
+    "Chunk",
     "Engine",
     "EngineConfig",
     "FinishReason",
+    "GraphReport",
+    "GraphsRequiredError",
+    "HookHandle",
+    "HookRow",
+    "InferenceGraphCapture",
+    "Path",
+    "Reason",
     "SamplingParams",
     "Sequence",
+    "StepMode",
     "TokenLogprobs",
 ]

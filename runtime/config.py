@@ -1,18 +1,22 @@
 """What an engine is told, and how much KV cache follows from it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
 from ..kernels import FIRST_BLOCK
 from ..model import ModelConfig
+from .graph_buckets import capture_sizes
 
 BLOCK_SIZES = (16, 32, 64, 128)
+GRAPH_MODES = ("auto", "whole", "piecewise", "off")
+CAPTURE_MODES = ("startup", "lazy")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of an engine; all are limits, none changes a token.
+    """Sizes of an engine, and its graphs; none changes a token but at near-ties.
 
     Attributes:
         max_num_seqs: sequences that decode side by side.
@@ -22,6 +26,18 @@ class EngineConfig:
         kv_cache_memory_bytes: bytes for the KV cache; None: 4 GiB on a CPU, on a GPU what `gpu_memory_utilization`
             leaves beside the weights. Never more than `max_num_seqs` full sequences can use.
         gpu_memory_utilization: share of the GPU's memory that the process may use, above 0 and up to 1.
+        graphs: how decode steps run: "whole" (one graph), "piecewise" (one for the blocks, one for the head, one for
+            sampling), "off" (eagerly), or "auto": "off", until the recording on a GPU is proven. With graphs, a step
+            with a hook, a logits processor or a token mask is piecewise around it.
+        capture: "startup", or "lazy": each bucket once it has been used for `graph_warmup_steps` steps.
+        capture_sizes: batch sizes to capture; `max_num_seqs` is always one of them. None: 1, 2, 4, 8 and then every
+            multiple of 8 up to 256.
+        graph_warmup_steps: eager steps of a bucket before a lazy capture, at least 1.
+        enable_decode_graphs: None follows `graphs`; False runs eagerly what the graphs would run, on the same padded
+            rows; True with `graphs="off"` is an error.
+        split_large_batches: a batch above the largest graph is run as several replays; False: eagerly.
+        graph_memory_bytes: for all graphs together; buckets that do not fit are left out. None: no limit.
+        require_graphs: missing graphs are an error at start, and an eager decode step is one later.
 
     Raises:
         ValueError: a value outside these limits.
@@ -33,11 +49,24 @@ class EngineConfig:
     block_size: int = 32
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    graphs: Literal["auto", "whole", "piecewise", "off"] = "auto"
+    capture: Literal["startup", "lazy"] = "startup"
+    capture_sizes: tuple[int, ...] | None = None
+    graph_warmup_steps: int = 3
+    enable_decode_graphs: bool | None = None
+    split_large_batches: bool = True
+    graph_memory_bytes: int | None = None
+    require_graphs: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens", "kv_cache_memory_bytes"):
+        for name, optional in (
+            ("max_num_seqs", False),
+            ("max_model_len", True),
+            ("max_num_batched_tokens", False),
+            ("kv_cache_memory_bytes", True),
+            ("graph_memory_bytes", True),
+        ):
             value = getattr(self, name)
-            optional = name in ("max_model_len", "kv_cache_memory_bytes")
             if not (value is None and optional) and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
         if type(self.block_size) is not int or self.block_size not in BLOCK_SIZES:
@@ -46,6 +75,17 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
+        for name, choices in (("graphs", GRAPH_MODES), ("capture", CAPTURE_MODES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        if type(self.graph_warmup_steps) is not int or self.graph_warmup_steps < 0:
+            raise ValueError(f"graph_warmup_steps must be a whole number, got {self.graph_warmup_steps!r}")
+        if self.enable_decode_graphs and self.graphs == "off":
+            raise ValueError('enable_decode_graphs=True contradicts graphs="off"')
+        if self.require_graphs and (self.graphs == "off" or self.enable_decode_graphs is False):
+            raise ValueError("require_graphs=True contradicts graphs that are off")
+        if self.capture_sizes is not None:
+            object.__setattr__(self, "capture_sizes", capture_sizes(self.capture_sizes, self.max_num_seqs))
 
 
 @dataclass(frozen=True)

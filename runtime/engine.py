@@ -1,5 +1,6 @@
 """The loop that turns requests into tokens: schedule, run, postprocess."""
 
+import logging
 import secrets
 import time
 from collections.abc import Collection
@@ -9,8 +10,17 @@ import torch
 
 from ..model import Decoder, KVCache
 from .block_allocator import BlockAllocator
+from .bucket_capture import Progress
 from .config import EngineConfig, plan_kv_cache
+from .cuda_backend import graph_backend
+from .decode_graphs import DecodeGraphs, GraphSettings
+from .decode_pieces import DecodePieces
+from .decode_runner import DecodePolicy, DecodeRunner
 from .detokenizer import TokenDecoder
+from .graph_buckets import capture_sizes
+from .graph_reason import Path
+from .graph_report import GraphReport, coverage_lines, graph_report
+from .interventions import Hooks
 from .model_runner import ModelRunner
 from .sampler import MAX_BANNED_IDS, Sampler
 from .sampling_params import SamplingParams
@@ -18,6 +28,8 @@ from .scheduler import Scheduler
 from .sequence import FinishReason, Sequence, TokenLogprobs
 from .step_state import StepState
 from .text_stream import TextStream
+
+logger = logging.getLogger(__name__)
 
 CPU_KV_CACHE_BYTES = 4 << 30
 
@@ -37,7 +49,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: Decoder, config: EngineConfig, *, tokenizer: TokenDecoder | None, eos_token_ids: Collection[int]
+        self,
+        model: Decoder,
+        config: EngineConfig,
+        *,
+        tokenizer: TokenDecoder | None,
+        eos_token_ids: Collection[int],
+        capture_progress: Progress | None = None,
     ) -> None:
         plan = plan_kv_cache(config, model.config, model.dtype, kv_cache_bytes(config, model.device))
         self.vocab_size = model.config.vocab_size
@@ -52,7 +70,17 @@ class Engine:
         )
         state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
         sampler = Sampler(config.max_num_seqs, self.vocab_size, device=model.device)
-        self._runner = ModelRunner(model, kv_cache, state, sampler)
+        self.hooks = Hooks(model.config.num_layers)
+        policy, settings = graph_plan(config)
+        graphs = None
+        if policy.path is not Path.EAGER:
+            backend = graph_backend(model.device)
+            graphs = DecodeGraphs(DecodePieces(model, kv_cache, state, sampler), backend, settings)
+        self._runner = ModelRunner(model, kv_cache, state, sampler, hooks=self.hooks, policy=policy, graphs=graphs)
+        self._max_num_seqs = config.max_num_seqs
+        self.decode_runner.start(capture_progress)
+        for line in coverage_lines(self.decode_runner, config.max_num_seqs) if graphs is not None else ():
+            logger.info("batch size %s", line.strip())
         self._scheduler = Scheduler(
             BlockAllocator(plan.num_blocks),
             block_size=config.block_size,
@@ -64,6 +92,13 @@ class Engine:
     def max_model_len(self) -> int:
         """Tokens a sequence may have, prompt and output together."""
         return self.kv_plan.max_model_len
+
+    @property
+    def decode_runner(self) -> DecodeRunner:
+        return self._runner.decode_runner
+
+    def graph_report(self) -> GraphReport:
+        return graph_report(self.decode_runner, self._max_num_seqs)
 
     @property
     def has_work(self) -> bool:
@@ -191,6 +226,25 @@ class Engine:
     def _check_token_id(self, kind: str, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:
             raise ValueError(f"{kind} token id {token_id} is not in the vocabulary, 0 ... {self.vocab_size - 1}")
+
+
+def graph_plan(config: EngineConfig) -> tuple[DecodePolicy, GraphSettings]:
+    """What a config means for decode steps."""
+    mode = config.graphs
+    if mode == "auto":
+        mode = "whole" if config.enable_decode_graphs else "off"
+    policy = DecodePolicy(
+        path={"off": Path.EAGER, "whole": Path.WHOLE, "piecewise": Path.PIECEWISE}[mode],
+        forced=config.enable_decode_graphs is False,
+        lazy_steps=max(1, config.graph_warmup_steps) if config.capture == "lazy" else None,
+        required=config.require_graphs,
+    )
+    settings = GraphSettings(
+        sizes=capture_sizes(config.capture_sizes, config.max_num_seqs),
+        caps_batch_size=config.split_large_batches,
+        budget_bytes=config.graph_memory_bytes,
+    )
+    return policy, settings
 
 
 def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:

@@ -1,13 +1,20 @@
 """From a scheduled batch to sampled tokens: the only place where the runtime runs the model."""
 
+import time
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..model import AttentionMetadata, Decoder, KVCache
+from .decode_graphs import DecodeGraphs
+from .decode_pieces import DecodePieces
+from .decode_runner import DecodePolicy, DecodeRunner, run_blocks
+from .graph_dispatch import Chunk
+from .graph_reason import Path, Reason
+from .interventions import HookRow, Hooks, edit_logits
 from .sampler import SampledTokens, Sampler
-from .scheduler import DecodeBatch, PrefillBatch
+from .scheduler import DecodeBatch, PrefillBatch, PrefillChunk
 from .sequence import Sequence, TokenLogprobs
 from .step_state import RowUpdate, StepState
 
@@ -22,13 +29,32 @@ class StepResult:
 
 
 class ModelRunner:
-    """Runs prompts and decode steps over one KV cache, in order, on the current stream."""
+    """Runs prompts and decode steps over one KV cache, in order, on the current stream.
 
-    def __init__(self, model: Decoder, kv_cache: KVCache, state: StepState, sampler: Sampler) -> None:
+    Args:
+        hooks: on hidden states, of prompts and decode steps; None for none.
+        policy: how decode steps run; None: eagerly.
+        graphs: what replays them; None where they run eagerly.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        kv_cache: KVCache,
+        state: StepState,
+        sampler: Sampler,
+        *,
+        hooks: Hooks | None = None,
+        policy: DecodePolicy | None = None,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._state = state
         self._sampler = sampler
+        self._hooks = hooks if hooks is not None else Hooks(model.config.num_layers)
+        self._pieces = DecodePieces(model, kv_cache, state, sampler)
+        self.decode_runner = DecodeRunner(self._pieces, self._hooks, policy or DecodePolicy(), graphs)
 
     @torch.inference_mode()
     def run(self, batch: PrefillBatch | DecodeBatch) -> StepResult:
@@ -57,11 +83,18 @@ class ModelRunner:
             cu_seqlens_q=self._tensor([0, *sizes], torch.int32).cumsum(0, dtype=torch.int32),
         )
         positions = self._tensor([p for chunk in chunks for p in range(chunk.start, chunk.stop)], torch.int64)
-        hidden = self._forward(self._tensor(ids, torch.int64), positions, metadata)
+        started = time.perf_counter()
+        token_ids = self._tensor(ids, torch.int64)
+        preamble = self._model.preamble(token_ids, positions, metadata, self._kv_cache.block_size)
+        spans = _hook_rows(chunks)
+        hidden = run_blocks(self._pieces, preamble.hidden, preamble, metadata, self._hooks, spans)
         for chunk in chunks:
             chunk.sequence.num_computed = chunk.stop
         ends = torch.tensor(sizes).cumsum(0) - 1
         done = [(chunk.sequence, int(end)) for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last]
+        self.decode_runner.counters.count(
+            Chunk(0, len(chunks), Path.EAGER, Reason.PREFILL), time.perf_counter() - started
+        )
         if not done:
             return StepResult([], [], [])
         sequences = [sequence for sequence, _ in done]
@@ -76,36 +109,41 @@ class ModelRunner:
                 stop_token_ids=sequence.stop_ids,
             )
         last = self._tensor([end for _, end in done], torch.int64)
-        sampled = self._sampler.sample(self._model.head(hidden[last]), positions[last], rows=rows)
-        token_ids = sampled.token_ids.tolist()
+        logits = self._model.head(hidden[last])
+        edit_logits(logits, sequences)
+        sampled = self._sampler.sample(logits, positions[last], rows=rows)
+        sampled_ids = sampled.token_ids.tolist()
         self._state.write_rows(
             [
                 RowUpdate(row, token, len(s.prompt_ids), len(s.prompt_ids) + 1, s.blocks)
-                for row, token, s in zip(rows, token_ids, sequences, strict=True)
+                for row, token, s in zip(rows, sampled_ids, sequences, strict=True)
             ]
         )
-        return StepResult(sequences, token_ids, _logprobs(sampled, sequences))
+        return StepResult(sequences, sampled_ids, _logprobs(sampled, sequences))
 
     def _decode(self, batch: DecodeBatch) -> StepResult:
-        n, state, sequences = len(batch.sequences), self._state, batch.sequences
-        # The host knows how far the tables reach; the attention reference gathers every column that it is given.
-        width = max(sequence.num_computed for sequence in sequences) // self._kv_cache.block_size + 1
-        positions = state.positions[:n]
-        metadata = AttentionMetadata(state.block_tables[:n, :width], state.seq_lens[:n])
-        hidden = self._forward(state.token_ids[:n], positions, metadata)
-        sampled = self._sampler.sample(self._model.head(hidden), positions)
-        step = state.commit(sampled.token_ids)
-        for sequence in sequences:
+        token_ids: list[int] = []
+        logprobs: list[TokenLogprobs | None] = []
+        results = self.decode_runner.run(batch.sequences)
+        for result in results:
+            rows = batch.sequences[len(token_ids) : len(token_ids) + len(result.token_ids)]
+            logprobs += _logprobs(result.sampled, rows)
+            token_ids += result.token_ids
+        for sequence in batch.sequences:
             sequence.num_computed += 1
-        return StepResult(sequences, state.read(step, n), _logprobs(sampled, sequences))
-
-    def _forward(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
-        model, kv_cache = self._model, self._kv_cache
-        preamble = model.preamble(token_ids, positions, metadata, kv_cache.block_size)
-        return model.blocks(preamble.hidden, preamble, metadata, kv_cache)
+        return StepResult(batch.sequences, token_ids, logprobs)
 
     def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self._model.device)
+
+
+def _hook_rows(chunks: list[PrefillChunk]) -> tuple[HookRow, ...]:
+    rows, start = [], 0
+    for chunk in chunks:
+        s, stop = chunk.sequence, start + chunk.stop - chunk.start
+        rows.append(HookRow(start, stop, chunk.start, s.prompt_ids, s.output_ids, s.sample_index))
+        start = stop
+    return tuple(rows)
 
 
 def _row(sequence: Sequence) -> int:

@@ -1,8 +1,9 @@
 """Sampling state of every row of the batch, and the way from logits to tokens."""
 
+import contextlib
 import functools
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +60,10 @@ class SampleRoad:
     bans: bool = False
     logprobs: bool = False
     num_top_logprobs: int = 0
+
+    def covers(self, other: "SampleRoad") -> bool:
+        """Whether this road does all that another one does."""
+        return self | other == self
 
     def __or__(self, other: "SampleRoad") -> "SampleRoad":
         return SampleRoad(
@@ -172,17 +177,41 @@ class Sampler:
 
     def move_row(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`, on the device; the source stays as it is until it is cleared."""
-        state = [self._reals, self._integers, self._bias_ids, self._biases, self._banned_ids, self._is_banned]
-        for tensor in (*state, *(self._counts or ())):
+        for tensor in self.row_tensors():
             tensor[target] = tensor[source]
         self._roads[target] = self._roads[source]
+
+    def row_tensors(self) -> list[Tensor]:
+        """All that the device knows of each row, `[max_num_seqs, …]`."""
+        state = [self._reals, self._integers, self._bias_ids, self._biases, self._banned_ids, self._is_banned]
+        return [*state, *(self._counts or ())]
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within the body tokens may be sampled in any row; what that counts is undone at its end."""
+        saved = None if self._counts is None else self._counts[1].clone()
+        try:
+            yield
+        finally:
+            if self._counts is not None and saved is not None:
+                self._counts[1].copy_(saved)
+
+    def road_of(self, params: SamplingParams) -> SampleRoad:
+        """What a row needs for a request, before it has one. With min_tokens it is taken to have ids to ban."""
+        return _road_of(params, self.vocab_size, bool(params.min_tokens))
 
     def road(self, rows: Sequence[int]) -> SampleRoad:
         """What a batch of these rows needs, known on the host without looking at a tensor."""
         return functools.reduce(operator.or_, {self._roads[row] for row in rows}, SampleRoad())
 
     def sample(
-        self, logits: Tensor, positions: Tensor, *, rows: Sequence[int] | None = None, out: Tensor | None = None
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        *,
+        rows: Sequence[int] | None = None,
+        road: SampleRoad | None = None,
+        out: Tensor | None = None,
     ) -> SampledTokens:
         """Sample a token for each row of logits, and count it.
 
@@ -191,10 +220,11 @@ class Sampler:
             positions: `[num_rows]` int64, of the token that the logits come from: for a request's first sample that
                 is the last token of its prompt.
             rows: the row that each belongs to, all different, in any order; None means the first num_rows rows.
+            road: one that covers what the rows need; None: just what they need.
             out: `[num_rows]` int64, written with the token ids when given.
         """
         num_rows = logits.shape[0]
-        road = self.road(range(num_rows) if rows is None else rows)
+        road = road or self.road(range(num_rows) if rows is None else rows)
         index = torch.arange(num_rows, device=self.device) if rows is None else torch.tensor(rows, device=self.device)
         assert index.shape == positions.shape == (num_rows,), "one row number and one position for each row of logits"
 

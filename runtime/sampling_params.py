@@ -1,10 +1,16 @@
 """What one request asks of sampling and stopping."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LogitsProcessor = Callable[[Sequence[int], Sequence[int], "Tensor"], "Tensor | None"]
+AllowedTokens = Callable[[Sequence[int], Sequence[int]], "Sequence[int] | Tensor"]
 
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 64
@@ -36,8 +42,13 @@ class SamplingParams:
                          `logprobs=True, top_logprobs=k` here, the spelling of OpenAI's chat API
     n:                   1 ... 16384 samples of the prompt; each has its own random stream, numbered from 0
     include_stop_str_in_output, skip_special_tokens: form of the text
+    logits_processors:   functions (prompt ids, output ids, logits) -> None or new logits, run in Python before the
+                         penalties; `logits` is the row `[vocab_size]` and may be changed in place
+    allowed_token_ids:   only these may be generated: a list of ids, or a function (prompt ids, output ids) -> ids or a
+                         bool mask `[vocab_size]`, called for each token
 
-    Log-probabilities are those of the model, before penalties, biases, temperature and filters. Raises TypeError or
+    Log-probabilities are those of the model, before penalties, biases, temperature and filters (but after logits
+    processors and allowed tokens, which change what the model says). Raises TypeError or
     ValueError that name the field, the value and the limit. `check_vocab` does the checks that need a vocabulary.
     """
 
@@ -60,6 +71,8 @@ class SamplingParams:
     n: int = 1
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    logits_processors: Sequence[LogitsProcessor] = ()
+    allowed_token_ids: Sequence[int] | AllowedTokens | None = None
 
     def __post_init__(self) -> None:
         checked = {
@@ -78,6 +91,8 @@ class SamplingParams:
             "logit_bias": _logit_bias(self.logit_bias),
             "top_logprobs": _integer("top_logprobs", self.top_logprobs, 0, MAX_TOP_LOGPROBS),
             "n": _integer("n", self.n, 1, MAX_SAMPLES),
+            "logits_processors": _logits_processors(self.logits_processors),
+            "allowed_token_ids": _allowed_token_ids(self.allowed_token_ids),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -98,7 +113,12 @@ class SamplingParams:
 
     def check_vocab(self, vocab_size: int) -> None:
         """Raise ValueError for a token id in logit_bias or stop_token_ids outside 0 ... vocab_size - 1."""
-        for name, ids in (("logit_bias", self.logit_bias), ("stop_token_ids", self.stop_token_ids)):
+        allowed = () if self.allowed_token_ids is None or callable(self.allowed_token_ids) else self.allowed_token_ids
+        for name, ids in (
+            ("logit_bias", self.logit_bias),
+            ("stop_token_ids", self.stop_token_ids),
+            ("allowed_token_ids", allowed),
+        ):
             for token_id in ids:
                 if not (0 <= token_id < vocab_size):
                     raise ValueError(f"{name}: token id {token_id} is not in the vocabulary, 0 ... {vocab_size - 1}")
@@ -145,6 +165,22 @@ def _stop_token_ids(ids: Any) -> tuple[int, ...]:
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise ValueError(f"stop_token_ids: at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
     return tuple(_integer("stop_token_ids", token_id, 0, _MAX_INT) for token_id in ids)
+
+
+def _logits_processors(processors: Any) -> tuple[LogitsProcessor, ...]:
+    if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
+        raise TypeError(f"logits_processors must be a list of functions, got {processors!r}")
+    return tuple(processors)
+
+
+def _allowed_token_ids(allowed: Any) -> tuple[int, ...] | AllowedTokens | None:
+    if allowed is None or callable(allowed):
+        return cast("AllowedTokens | None", allowed)
+    if isinstance(allowed, str | bytes) or not isinstance(allowed, Sequence):
+        raise TypeError(f"allowed_token_ids must be a list of token ids or a function, got {allowed!r}")
+    if not allowed:
+        raise ValueError(f"allowed_token_ids: at least 1 id, got {allowed!r}")
+    return tuple(_integer("allowed_token_ids", token_id, 0, _MAX_INT) for token_id in allowed)
 
 
 def _logit_bias(biases: Any) -> dict[int, float]:

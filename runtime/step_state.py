@@ -1,5 +1,7 @@
 """The state that decode steps read and advance, owned by the device: one set, whatever is replayed over it."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,15 +66,45 @@ class StepState:
 
     def move_row(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`, on the device: the host may not know yet what `source` holds."""
-        for tensor in (self.token_ids, self.positions, self.seq_lens, self.block_tables):
+        for tensor in self.row_tensors():
             tensor[target].copy_(tensor[source])
+
+    def row_tensors(self) -> list[Tensor]:
+        """All that the device knows of each row, `[max_num_seqs, …]`."""
+        return [self.token_ids, self.positions, self.seq_lens, self.block_tables]
 
     def commit(self, sampled: Tensor) -> int:
         """End a step over the first `len(sampled)` rows; returns the step's number, for `read`."""
+        self.commit_rows(sampled)
+        return self.count_commit()
+
+    def commit_rows(self, sampled: Tensor) -> None:
+        """The device's part of `commit`, which can be recorded."""
         n = sampled.shape[0]
         commit(sampled, self.token_ids[:n], self.positions[:n], self.seq_lens[:n], self._sampled, self._step)
+
+    def count_commit(self) -> int:
+        """The host's part of `commit`, due whenever the device's has been run or replayed."""
         self._num_commits += 1
         return self._num_commits - 1
+
+    def kill_rows(self, start: int, stop: int) -> None:
+        """Make rows dead without the host's staging: length 0, every table column the sink."""
+        for tensor in (self.token_ids, self.positions, self.seq_lens):
+            tensor[start:stop].zero_()
+        self.block_tables[start:stop].fill_(SINK_BLOCK)
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Within the body every row is dead and writes to the sink; what the body commits is undone at its end."""
+        tensors = [*self.row_tensors(), self._sampled, self._step]
+        saved = [tensor.clone() for tensor in tensors]
+        self.kill_rows(0, len(self.seq_lens))
+        try:
+            yield
+        finally:
+            for tensor, before in zip(tensors, saved, strict=True):
+                tensor.copy_(before)
 
     def read(self, step: int, num_rows: int) -> list[int]:
         """The tokens that a recent step sampled for its first rows; waits for the device."""

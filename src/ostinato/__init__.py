@@ -12,9 +12,14 @@ __all__ = [
     "LLM",
     "CompletionOutput",
     "EngineConfig",
+    "GraphReport",
+    "GraphsRequiredError",
+    "HookRow",
+    "InferenceGraphCapture",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "StepMode",
     "StreamDelta",
     "TokenLogprobs",
     "__version__",
@@ -23,7 +28,16 @@ __all__ = [
 if TYPE_CHECKING:
     from .llm import LLM
     from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
-    from .runtime import EngineConfig, SamplingParams, TokenLogprobs
+    from .runtime import (
+        EngineConfig,
+        GraphReport,
+        GraphsRequiredError,
+        HookRow,
+        InferenceGraphCapture,
+        SamplingParams,
+        StepMode,
+        TokenLogprobs,
+    )
 else:  # hidden from type checkers, which would take any name for an existing one
     _HOMES = {
         "LLM": "llm",
@@ -32,7 +46,12 @@ else:  # hidden from type checkers, which would take any name for an existing on
         "RequestOutput": "outputs",
         "StreamDelta": "outputs",
         "EngineConfig": "runtime",
+        "GraphReport": "runtime",
+        "GraphsRequiredError": "runtime",
+        "HookRow": "runtime",
+        "InferenceGraphCapture": "runtime",
         "SamplingParams": "runtime",
+        "StepMode": "runtime",
         "TokenLogprobs": "runtime",
     }
 

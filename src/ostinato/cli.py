@@ -17,10 +17,11 @@ from rich.text import Text
 
 from . import __version__
 from . import cli_options as options
-from .cli_options import LoadFormat, ending, output
+from .cli_options import Graphs, LoadFormat, ending, output
 
 if TYPE_CHECKING:
     from .llm import LLM
+    from .runtime import EngineConfig
     from .terminal import Terminal
 
 GENERATE_TOKENS = 256
@@ -104,6 +105,8 @@ def generate(
     device: options.Device = None,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
+    graphs: options.GraphMode = Graphs.AUTO,
+    enforce_eager: options.EnforceEager = False,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = 0,
     top_p: options.TopP = 1.0,
@@ -158,7 +161,8 @@ def generate(
         n=n,
     )
     terminal = Terminal()
-    llm = _load(terminal, model, revision, load_format, device, dtype, max_model_len, max_num_seqs=min(n, 32))
+    config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=min(n, 32))
+    llm = _load(terminal, model, revision, load_format, device, dtype, config)
     completion = Completion(llm, text, params, chat=chat, system=system, fit=max_tokens is None)
     if json:
         terminal.write(completion.json(model or "demo") + "\n")
@@ -174,6 +178,8 @@ def chat(
     device: options.Device = None,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
+    graphs: options.GraphMode = Graphs.AUTO,
+    enforce_eager: options.EnforceEager = False,
     temperature: options.Temperature = 0.6,
     top_k: options.TopK = 0,
     top_p: options.TopP = 0.9,
@@ -209,7 +215,8 @@ def chat(
         stop_token_ids=stop_token_id or (),
     )
     terminal = Terminal()
-    llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, max_model_len, max_num_seqs=1)
+    config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=1)
+    llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, config)
     Conversation(llm, params, terminal, system=system).run()
 
 
@@ -255,6 +262,16 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
+def _config(max_model_len: int | None, graphs: Graphs, enforce_eager: bool, *, max_num_seqs: int) -> "EngineConfig":
+    """One request at a time needs no KV cache for more sequences, and no graphs for more."""
+    from .runtime import EngineConfig
+
+    if enforce_eager and graphs not in (Graphs.AUTO, Graphs.OFF):
+        raise ValueError(f"--enforce-eager contradicts --graphs {graphs.value}")
+    mode = Graphs.OFF if enforce_eager else graphs
+    return EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=mode.value)
+
+
 def _load(
     terminal: "Terminal",
     model: str | None,
@@ -262,16 +279,12 @@ def _load(
     load_format: LoadFormat,
     device: str | None,
     dtype: str,
-    max_model_len: int | None,
-    *,
-    max_num_seqs: int,
+    config: "EngineConfig",
 ) -> "LLM":
-    """Load a model with a bar and a line about it. One request at a time needs no KV cache for more sequences."""
+    """Load a model with a bar and a line about it."""
     from .llm import LLM
-    from .runtime import EngineConfig
-    from .terminal import load_line
+    from .terminal import eager_warning, load_line
 
-    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len)
     with terminal.load_bar() as progress:
         llm = LLM(
             model,
@@ -282,5 +295,5 @@ def _load(
             config=config,
             progress=progress,
         )
-    terminal.note(load_line(llm, model or "demo"))
+    terminal.note(load_line(llm, model or "demo") + eager_warning(llm))
     return llm

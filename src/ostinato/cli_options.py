@@ -14,6 +14,15 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
+class Graphs(StrEnum):
+    """How decode steps run."""
+
+    AUTO = "auto"
+    WHOLE = "whole"
+    PIECEWISE = "piecewise"
+    OFF = "off"
+
+
 _model = partial(Option, rich_help_panel="Model")
 _sampling = partial(Option, rich_help_panel="Sampling")
 ending = partial(Option, rich_help_panel="Where the text ends")
@@ -34,6 +43,11 @@ DType = Annotated[
 MaxModelLen = Annotated[
     int | None, _model(help="Tokens of prompt and output together. Default: as many as model and memory admit.")
 ]
+
+GraphMode = Annotated[
+    Graphs, _model("--graphs", help="Record decode steps, as CUDA graphs or on a CPU's tape. auto: off.")
+]
+EnforceEager = Annotated[bool, _model("--enforce-eager", help="No CUDA graphs, as --graphs off; for debugging.")]
 
 Temperature = Annotated[
     float, _sampling("--temperature", "-t", help="0 is greedy: the most probable token, the same text every time.")

@@ -10,8 +10,9 @@ import torch
 from .model import SHAPES, ModelConfig
 from .model.config import DTYPES
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
-from .runtime import Engine, EngineConfig, SamplingParams
+from .runtime import Chunk, Engine, EngineConfig, GraphReport, HookHandle, HookRow, SamplingParams
 from .runtime import Sequence as EngineSequence
+from .runtime.interventions import HookFunction
 from .weights import LoadReport, Tokenizer, dummy_model, load_model, open_checkpoint, resolve
 
 DEMO_SHAPE = "smollm2-135m"
@@ -33,6 +34,7 @@ class LLM:
         config: sizes of the engine; None for the defaults.
         seed: of the dummy weights.
         progress: called with (bytes read, bytes in all) while a checkpoint loads.
+        capture_progress: called with (buckets done, buckets in all) while graphs are captured; None: they are logged.
 
     Attributes:
         tokenizer: None if the model has none; then prompts are token ids and outputs have no text.
@@ -56,6 +58,7 @@ class LLM:
         config: EngineConfig | None = None,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
+        capture_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         target, wanted = _device(device), _dtype(dtype)
         self.tokenizer: Tokenizer | None = None
@@ -79,7 +82,11 @@ class LLM:
         self.eos_token_ids = eos_token_ids(decoder.config, generation_config, self.tokenizer)
         self._model = decoder
         self._engine = Engine(
-            decoder, config or EngineConfig(), tokenizer=self.tokenizer, eos_token_ids=self.eos_token_ids
+            decoder,
+            config or EngineConfig(),
+            tokenizer=self.tokenizer,
+            eos_token_ids=self.eos_token_ids,
+            capture_progress=capture_progress,
         )
 
     @property
@@ -146,6 +153,37 @@ class LLM:
             ValueError: no tokenizer, no chat template, or messages that the template refuses.
         """
         return self.generate(self.encode_chat(messages), params)[0]
+
+    def hook(self, layer: int, function: HookFunction, where: Callable[[HookRow], bool] | None = None) -> HookHandle:
+        """Read or change hidden states in front of a layer, of prompts and of every decode step.
+
+        A decode step is cut there: graphs replay up to the layer, the function runs, graphs replay the rest. Until
+        `remove()` of the handle; then steps are whole again.
+
+        Args:
+            layer: 0 … the number of layers; that number is behind the last one, in front of the final norm.
+            function: called with hidden states `[num_tokens, hidden_size]` and the `HookRow`s that say whose they are.
+                It may change them in place, or return others of the same shape.
+            where: chooses rows; the function then sees only theirs, in a copy. It must change that in place or return.
+
+        Raises:
+            ValueError: there is no such layer.
+        """
+        return self._engine.hooks.add(layer, function, where)
+
+    def explain(self, batch: Sequence[SamplingParams]) -> list[Chunk]:
+        """What a decode step of requests with these parameters would run as, and why: graphs or not, which bucket.
+
+        One chunk, or several for a batch above the largest graph. Nothing is run or counted.
+        """
+        if not batch:
+            raise ValueError("a batch has at least 1 request, got none")
+        runner = self._engine.decode_runner
+        return runner.decide(runner.batch_of_params(batch))
+
+    def graph_report(self) -> GraphReport:
+        """What graphs there are, what each batch size runs as, and how often steps ran in which way until now."""
+        return self._engine.graph_report()
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are passed through as they are."""

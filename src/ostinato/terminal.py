@@ -88,7 +88,15 @@ def speed_line(llm: LLM, metrics: RequestMetrics, finish_reasons: list[str]) -> 
             ", ".join(dict.fromkeys(finish_reasons)),
             f"{dtype_name(llm)} on {llm.device}",
         ]
-    )
+    ) + eager_warning(llm)
+
+
+def eager_warning(llm: LLM) -> str:
+    """An end to a line where a GPU decodes without graphs; else nothing."""
+    report = llm.graph_report()
+    if llm.device.type != "cuda" or (report.capture != "off" and not report.eager_decodes):
+        return ""
+    return " · WITHOUT CUDA GRAPHS: slow" if report.capture == "off" else f" · {report.eager_decodes} eager steps"
 
 
 def load_line(llm: LLM, name: str) -> str:

@@ -13,6 +13,7 @@ from ostinato.kernels import FIRST_BLOCK
 from ostinato.model import ModelConfig
 from ostinato.runtime import EngineConfig
 from ostinato.runtime.config import BLOCK_SIZES, plan_kv_cache
+from ostinato.runtime.engine import graph_plan
 
 MakeConfig = Callable[..., ModelConfig]
 
@@ -44,6 +45,50 @@ def test_a_value_outside_its_limits_is_named(field: str, value: Any) -> None:
 def test_values_at_their_limits_are_accepted(values: dict[str, Any]) -> None:
     config = EngineConfig(**values)
     assert all(getattr(config, name) == value for name, value in values.items())
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"graphs": "partly"}, "graphs must be one of .*'partly'"),
+        ({"capture": "never"}, "capture must be one of .*'never'"),
+        ({"capture_sizes": (1, 0)}, "capture_sizes must be .* got 0"),
+        ({"graph_warmup_steps": -1}, "graph_warmup_steps must be .* got -1"),
+        ({"graph_memory_bytes": 0}, "graph_memory_bytes must be .* got 0"),
+        ({"graphs": "off", "enable_decode_graphs": True}, "contradicts"),
+        ({"graphs": "off", "require_graphs": True}, "contradicts"),
+        ({"graphs": "whole", "enable_decode_graphs": False, "require_graphs": True}, "contradicts"),
+    ],
+    ids=str,
+)
+def test_graph_settings_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**values)
+
+
+def test_capture_sizes_end_in_max_num_seqs() -> None:
+    assert EngineConfig(capture_sizes=(64, 2), max_num_seqs=5).capture_sizes == (2, 5)
+    assert EngineConfig().capture_sizes is None
+
+
+@pytest.mark.parametrize(
+    ("values", "path", "forced"),
+    [
+        ({}, "eager", False),
+        ({"graphs": "off"}, "eager", False),
+        ({"graphs": "whole"}, "whole", False),
+        ({"graphs": "piecewise"}, "piecewise", False),
+        ({"enable_decode_graphs": True}, "whole", False),
+        ({"graphs": "whole", "enable_decode_graphs": False}, "whole", True),
+    ],
+    ids=str,
+)
+def test_what_a_config_means(values: dict[str, Any], path: str, forced: bool) -> None:
+    policy, settings = graph_plan(EngineConfig(**values))
+    assert (policy.path.value, policy.forced, policy.lazy_steps) == (path, forced, None)
+    assert settings.sizes == (1, 2, 4, 8, 16, 24, 32)
+    lazy, _ = graph_plan(EngineConfig(capture="lazy", graph_warmup_steps=0))
+    assert lazy.lazy_steps == 1
 
 
 sizes = st.fixed_dictionaries(

@@ -53,6 +53,8 @@ def test_defaults_ask_for_plain_sampling() -> None:
         "n": 1,
         "include_stop_str_in_output": False,
         "skip_special_tokens": True,
+        "logits_processors": (),
+        "allowed_token_ids": None,
     }
 
 

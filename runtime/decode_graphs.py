@@ -1,0 +1,306 @@
+"""The graphs of an engine's decode steps: the whole-step runner, the regions, and how they are captured and re-cut."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import SINK_BLOCK
+from ..model.decoder import Preamble
+from .bucket_capture import Capturer, CaptureSummary, Progress
+from .cuda_graph_runner import CudaGraphRunner
+from .decode_pieces import (
+    BLOCKS_OUT,
+    GRAPH_ROADS,
+    WALK,
+    DecodePieces,
+    WholeDecode,
+    block_region,
+    block_spans,
+    decode_configs,
+    head_region,
+    sample_region,
+)
+from .graph_backend import GraphBackend
+from .graph_buckets import BucketKey
+from .graph_reason import Path, Reason
+from .piecewise_output import PiecewiseOutput
+from .piecewise_runner import PiecewiseCudaGraphRunner
+from .sampler import SampleRoad
+from .static_buffers import GraphResources, StaticBuffers
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeSteps:
+    """The declare → plan → commit road of decode steps: rows live on the device, and the host plans nothing."""
+
+    def open_rows(self, rids: Sequence[int]) -> None:
+        """A dead row of the step state needs no storage."""
+
+    def reset_rows(self, rids: Sequence[int], free: bool) -> None:
+        """A dead row does not advance, so it is at rest."""
+
+    def declare(self, graph_walk: str, rows: Any, metadata: Any) -> None:
+        """Block tables and lengths are on the device already."""
+
+    def plan(self, step: Any, target: Any) -> None:
+        """Kernels read lengths on the device."""
+
+    def commit(self, step: Any) -> None:
+        """The last piece of the step commits, on the device."""
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What `EngineConfig` says of graphs, resolved for a device.
+
+    Attributes:
+        sizes: batch sizes to capture.
+    """
+
+    sizes: tuple[int, ...]
+    caps_batch_size: bool = True
+    budget_bytes: int | None = None
+    comm_group: Any = None
+    enable_nvtx: bool = False
+
+
+class DecodeGraphs:
+    """Everything that replays decode steps of one engine: one pool, one set of buffers.
+
+    Claims are made here, for the whole-step runner and for all regions, whichever of them is captured first.
+    """
+
+    def __init__(self, pieces: DecodePieces, backend: GraphBackend, settings: GraphSettings) -> None:
+        self.settings = settings
+        self.backend = backend
+        self.configs = decode_configs(settings.sizes, settings.caps_batch_size)
+        self._pieces = pieces
+        self._device = backend.device
+        self.resources = GraphResources(backend, backend.new_pool(), StaticBuffers(backend.device))
+        self._capturer = Capturer(backend, backend.device, settings.comm_group, settings.budget_bytes)
+        buffers, sizes = self.resources.buffers, settings.sizes
+        self.whole = CudaGraphRunner(
+            "decode",
+            WholeDecode(pieces, buffers, sizes, caps_batch_size=settings.caps_batch_size),
+            self.resources,
+            DecodeSteps(),
+            backend.device,
+            None,
+            settings.comm_group,
+            1,
+            settings.enable_nvtx,
+        )
+        self.head = self._region("head", head_region(pieces, buffers, sizes))
+        self.samples = {
+            road: self._region(f"sample.{index}", sample_region(pieces, buffers, sizes, road))
+            for index, road in enumerate(GRAPH_ROADS)
+        }
+        self.blocks: list[PiecewiseCudaGraphRunner] = []
+        self.cuts: tuple[int, ...] = ()
+        self._set_cuts(())
+        self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
+        for runner in self._runners:
+            runner.prepare_for_capture()
+        pieces.sampler.claim_counts()
+        buffers.seal()
+
+    @property
+    def regions(self) -> list[PiecewiseCudaGraphRunner]:
+        return [*self.blocks, self.head, *self.samples.values()]
+
+    @property
+    def _runners(self) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
+        return [self.whole, *self.regions]
+
+    def capture_path(self, path: Path, progress: Progress | None = None) -> CaptureSummary:
+        """Warm up and capture every bucket of a path."""
+        with self._at_rest():
+            return self._capturer.capture(self._of(path), progress=progress)
+
+    def warm_up(self, path: Path) -> None:
+        """Only run every bucket eagerly, so that late captures find everything compiled and claimed."""
+        with self._at_rest():
+            self._capturer.warm_up(self._of(path))
+
+    def capture_bucket(self, path: Path, key: BucketKey) -> bool:
+        """Capture one bucket of a path between two steps; False if that failed."""
+        runners = self._of(path, key)
+        with self._at_rest():
+            for runner in runners:
+                own = runner_key(runner, key)
+                if not runner.has(own) and own not in runner.drop_reasons:
+                    self._capturer.capture_one(runner, own)
+        return self.missing(path, key) is None
+
+    def missing(self, path: Path, key: BucketKey) -> Reason | None:
+        """Why a bucket of a path is not there; of a piecewise step, the first region's reason."""
+        if (path, key) in self._failed:
+            return self._failed[path, key][0]
+        runners = self._of(path, key)
+        for runner in runners:
+            reason = runner.drop_reasons.get(runner_key(runner, key))
+            if reason is not None:
+                return reason[0]
+        return None
+
+    def drops(self) -> list[str]:
+        """Each missing bucket in a sentence."""
+        lines = [
+            f"{runner.name} at batch size {key.bs}: {reason.value} ({detail})"
+            for runner in self._runners
+            for key, (reason, detail) in runner.drop_reasons.items()
+        ]
+        lines += [
+            f"{path} at batch size {key.bs}: {reason.value} ({detail})"
+            for (path, key), (reason, detail) in self._failed.items()
+        ]
+        return lines
+
+    def fail(self, path: Path, key: BucketKey, detail: str) -> None:
+        """A replay failed: the bucket is not used any more, nor another kind of sampling behind the same regions."""
+        same = [k for config in self.configs for k in config.bucket_keys() if k.bs == key.bs]
+        for one in same if path is Path.PIECEWISE else [key]:
+            self._failed[path, one] = (Reason.REPLAY_FAILED, detail)
+        logger.error(
+            "%s: the graph for batch size %d failed to replay: %s (%s)",
+            path,
+            key.bs,
+            detail,
+            self.backend.memory_state(),
+        )
+
+    def recut(self, cuts: Sequence[int]) -> bool:
+        """Cut the block stack in front of these layers, between two steps; True if that made new regions.
+
+        Buffers are those that were claimed at start-up. Graphs of regions that are gone are forgotten.
+        """
+        wanted = tuple(sorted(set(cuts)))
+        if wanted == self.cuts:
+            return False
+        self.cuts = wanted
+        return self._set_cuts(wanted)
+
+    def _set_cuts(self, cuts: tuple[int, ...]) -> bool:
+        before = {runner.label: runner for runner in self.blocks}
+        spans = block_spans(self._pieces.num_layers, cuts)
+        self.blocks = []
+        for span in spans:
+            label = f"blocks[{span[0]}:{span[1]}] {span[2]} -> {span[3]}"
+            runner = before.pop(label, None)
+            if runner is None:
+                region = block_region(self._pieces, self.resources.buffers, self.settings.sizes, span)
+                runner = self._region(label, region)
+                runner.prepare_for_capture()
+            self.blocks.append(runner)
+        for runner in before.values():
+            runner.release_graphs()
+        for failed in [entry for entry in getattr(self, "_failed", {}) if entry[0] is Path.PIECEWISE]:
+            del self._failed[failed]
+        return True
+
+    def _of(self, path: Path, key: BucketKey | None = None) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
+        """The runners of a path, or of one bucket of it."""
+        if path is Path.WHOLE:
+            return [self.whole]
+        return [*(self.regions if key is None else self.regions_of(key))]
+
+    def regions_of(self, key: BucketKey) -> list[PiecewiseCudaGraphRunner]:
+        """The regions of a piecewise step of this bucket, in order."""
+        road = key.cg_key_info
+        assert isinstance(road, SampleRoad), "decode buckets are keyed by what sampling needs"
+        return [*self.blocks, self.head, self.samples[road]]
+
+    # Running a bucket
+
+    def run_whole(self, key: BucketKey, num_rows: int, *, eager: bool) -> dict[str, Tensor]:
+        """A step on a bucket, in one graph or by its Python; returns its outputs, padding rows included."""
+        if eager:
+            return self.whole.run_eager(key, {})
+        lease = self.whole.lease(key)
+        outputs = self.whole.run_forward(lease, {})
+        self.whole.release(lease, num_rows)
+        return outputs
+
+    def run_piecewise(
+        self,
+        key: BucketKey,
+        num_rows: int,
+        *,
+        eager: bool,
+        at_layer: Callable[[int, Tensor], None],
+        at_logits: Callable[[Tensor], None],
+    ) -> dict[str, Tensor]:
+        """A step on a bucket, region by region.
+
+        Args:
+            eager: run the Python of the regions, on the same buffers.
+            at_layer: called with (layer, hidden states of the real rows) at each cut.
+            at_logits: called with the logits of the real rows.
+        """
+        get, pieces = self.resources.buffers.get, self._pieces
+        names = ("blocks.in", "preamble.cos", "preamble.sin", "preamble.slot_mapping")
+        preamble = pieces.preamble(key.bs, out=Preamble(*(get(name, key.bs) for name in names)))
+        context = {"cos": preamble.cos, "sin": preamble.sin, "slot_mapping": preamble.slot_mapping}
+
+        def run(region: PiecewiseCudaGraphRunner, inputs: dict[str, Tensor]) -> PiecewiseOutput:
+            if eager:
+                return region.run_eager(inputs, key.bs, num_rows)
+            return region.run(inputs, real_bs=num_rows)
+
+        hidden, layer = preamble.hidden, 0
+        for region, span in zip(self.blocks, block_spans(pieces.num_layers, self.cuts), strict=True):
+            layer = span[0]
+            if layer in self.cuts:
+                at_layer(layer, hidden[:num_rows])
+            run(region, {"hidden": hidden, **context})
+            hidden = get(span[3], key.bs)
+        if pieces.num_layers in self.cuts:
+            at_layer(pieces.num_layers, hidden[:num_rows])
+        assert hidden.data_ptr() == get(BLOCKS_OUT, key.bs).data_ptr(), "the last region ends in the head's input"
+        run(self.head, {"hidden": hidden})
+        logits = get("sample.logits", key.bs)
+        at_logits(logits[:num_rows])
+        assert isinstance(key.cg_key_info, SampleRoad), "decode buckets are keyed by what sampling needs"
+        sampled = run(self.samples[key.cg_key_info], {"logits": logits})
+        views = {name: sampled.get_view(name) for name in sampled}
+        return {name: view for name, view in views.items() if view is not None}
+
+    def _region(self, label: str, config: Any) -> PiecewiseCudaGraphRunner:
+        return PiecewiseCudaGraphRunner(
+            label,
+            config,
+            self.resources,
+            DecodeSteps(),
+            self._device,
+            None,
+            1,
+            self.settings.comm_group,
+            WALK,
+        )
+
+    @contextlib.contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """Whatever warm-ups and captures write goes to the sink, which is zeroed before and after."""
+        with torch.inference_mode(), self._pieces.state.at_rest(), self._pieces.sampler.at_rest():
+            self._zero_sink()
+            try:
+                yield
+            finally:
+                self._zero_sink()
+
+    def _zero_sink(self) -> None:
+        for cache in (*self._pieces.kv_cache.k, *self._pieces.kv_cache.v):
+            cache[SINK_BLOCK].zero_()
+
+
+def runner_key(runner: CudaGraphRunner | PiecewiseCudaGraphRunner, key: BucketKey) -> BucketKey:
+    """The runner's own key for a decode bucket: regions are named by label and know nothing of sampling."""
+    if isinstance(runner, CudaGraphRunner):
+        return key
+    return BucketKey(runner.label, None, key.bs, key.num_tokens)

@@ -1,0 +1,307 @@
+"""Runs decode steps: asks the dispatcher, replays or runs the pieces, counts, and explains."""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..model import AttentionMetadata
+from .bucket_capture import CaptureSummary, Progress
+from .decode_graphs import DecodeGraphs
+from .decode_pieces import DecodePieces
+from .graph_buckets import BucketKey
+from .graph_counters import EXPECTED_EAGER, GraphCounters
+from .graph_dispatch import Batch, BucketView, Chunk, Dispatcher
+from .graph_reason import REPLAYS, Path
+from .inference_graph_capture import InferenceGraphCapture, StepMode
+from .interventions import HookRow, Hooks, edit_logits, has_logits_processor, has_token_mask
+from .rank_agreement import GraphsRequiredError, fail_if_graphs_required
+from .row_window import rows_in_front
+from .sampler import SampledTokens, SampleRoad
+from .sampling_params import SamplingParams
+from .sequence import Sequence
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DecodePolicy:
+    """How decode steps are meant to run.
+
+    Attributes:
+        path: of steps without an eager piece; EAGER: no graphs at all.
+        forced: eager, on the rows and buckets that graphs would run.
+        lazy_steps: eager steps of a bucket before its capture; None: everything is captured at start.
+        required: eager steps that nobody asked for are errors.
+    """
+
+    path: Path = Path.EAGER
+    forced: bool = False
+    lazy_steps: int | None = None
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeResult:
+    """Tokens of consecutive rows."""
+
+    token_ids: list[int]
+    sampled: SampledTokens
+
+
+class DecodeRunner:
+    """One object for all decode steps of an engine.
+
+    Args:
+        graphs: None where graphs are off.
+    """
+
+    def __init__(self, pieces: DecodePieces, hooks: Hooks, policy: DecodePolicy, graphs: DecodeGraphs | None) -> None:
+        assert (graphs is None) == (policy.path is Path.EAGER), "graphs are there unless they are off"
+        self.counters = GraphCounters()
+        self.summary: CaptureSummary | None = None
+        self.policy = policy
+        self.graphs = graphs
+        self._pieces = pieces
+        self._hooks = hooks
+        self._machines: dict[tuple[Path, BucketKey], InferenceGraphCapture] = {}
+        self._num_captured = 0
+        self._users_error: Exception | None = None
+        views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
+        self.dispatcher = Dispatcher(policy.path, policy.forced, views)
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Capture what is captured at start; else compile what a late capture will need.
+
+        Raises:
+            GraphsRequiredError: graphs are required and some are missing; lists them all.
+        """
+        if self.graphs is None or self.policy.forced:
+            return
+        if self.policy.lazy_steps is not None:
+            self.graphs.warm_up(self.policy.path)
+        else:
+            self.summary = self.graphs.capture_path(self.policy.path, progress or _log_progress)
+            logger.info(
+                "captured %d of %d CUDA graphs (decode) in %.1f s, %.2f GiB",
+                self.summary.num_captured,
+                self.summary.num_buckets,
+                self.summary.seconds,
+                self.summary.num_bytes / 2**30,
+            )
+        fail_if_graphs_required(self.graphs.drops(), self.policy.required)
+
+    def batch_of(self, sequences: SequenceOf[Sequence]) -> Batch:
+        """What the dispatcher looks at."""
+        road = self._pieces.sampler.road(range(len(sequences)))
+        return Batch(
+            len(sequences), road, bool(self._hooks), has_logits_processor(sequences), has_token_mask(sequences)
+        )
+
+    @property
+    def greedy_road(self) -> SampleRoad:
+        return SampleRoad()
+
+    def batch_of_params(self, params: SequenceOf[SamplingParams]) -> Batch:
+        """The same for requests that decode side by side, from their parameters alone."""
+        sampler, road = self._pieces.sampler, SampleRoad()
+        for one in params:
+            road |= sampler.road_of(one)
+        return Batch(
+            len(params),
+            road,
+            bool(self._hooks),
+            any(one.logits_processors for one in params),
+            any(one.allowed_token_ids is not None for one in params),
+        )
+
+    def decide(self, batch: Batch) -> list[Chunk]:
+        """The chunks that a step of this batch would run as, and why; changes nothing."""
+        return self.dispatcher.decide(batch)
+
+    def run(self, sequences: SequenceOf[Sequence]) -> list[DecodeResult]:
+        """One token for each sequence; sequence `i` stands in row `i`.
+
+        Raises:
+            GraphsRequiredError: graphs are required, and part of the step would run eagerly.
+        """
+        if self.graphs is not None:
+            self.graphs.recut(self._hooks.layers)
+        results = []
+        for chunk in self.decide(self.batch_of(sequences)):
+            started = time.perf_counter()
+            done, result = self._run_chunk(chunk, sequences[chunk.start : chunk.stop])
+            results.append(result)
+            self.counters.count(done, time.perf_counter() - started)
+        return results
+
+    def _run_chunk(self, chunk: Chunk, sequences: SequenceOf[Sequence]) -> tuple[Chunk, DecodeResult]:
+        key = chunk.key
+        if key is None:
+            self._check_allowed(chunk)
+            return chunk, self._finish(self._run_rows(sequences), len(sequences))
+        state, sampler = self._pieces.state, self._pieces.sampler
+        planned = chunk.path if chunk.path is not Path.EAGER else self._path(sequences)
+        chunk = self._ready(chunk)
+        self._check_allowed(chunk)
+        with rows_in_front(state, sampler, chunk.start, chunk.stop, key.bs):
+            try:
+                outputs = self._run_bucket(chunk, planned, sequences)
+            except Exception as error:
+                if chunk.path is Path.EAGER or error is self._users_error:
+                    raise
+                chunk = self._after_failure(chunk, error)
+                outputs = self._run_bucket(chunk, planned, sequences)
+            self._advance(planned, key)
+            return chunk, self._finish(_sampled(outputs, len(sequences)), len(sequences))
+
+    def _run_bucket(self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence]) -> dict[str, Tensor]:
+        assert self.graphs is not None, "a bucket belongs to graphs"
+        assert chunk.key is not None, "a bucket has a key"
+        eager, num_rows = chunk.path is Path.EAGER, len(sequences)
+        if path is Path.WHOLE:
+            return self.graphs.run_whole(chunk.key, num_rows, eager=eager)
+        rows = hook_rows(sequences)
+        return self.graphs.run_piecewise(
+            chunk.key,
+            num_rows,
+            eager=eager,
+            at_layer=lambda layer, hidden: self._call_user(lambda: self._hooks.apply(layer, hidden, rows)),
+            at_logits=lambda logits: self._call_user(lambda: edit_logits(logits, sequences)),
+        )
+
+    def _call_user(self, call: Callable[[], None]) -> None:
+        """Run a user's code between replays; its error is not a failure of a graph."""
+        try:
+            call()
+        except Exception as error:
+            self._users_error = error
+            raise
+
+    def _run_rows(self, sequences: SequenceOf[Sequence]) -> SampledTokens:
+        """Eagerly on exactly these rows; the host knows how far their tables reach."""
+        pieces, n = self._pieces, len(sequences)
+        state, kv_cache, model = pieces.state, pieces.kv_cache, pieces.model
+        num_columns = max(sequence.num_computed for sequence in sequences) // kv_cache.block_size + 1
+        metadata = AttentionMetadata(state.block_tables[:n, :num_columns], state.seq_lens[:n])
+        preamble = model.preamble(state.token_ids[:n], state.positions[:n], metadata, kv_cache.block_size)
+        hidden = run_blocks(pieces, preamble.hidden, preamble, metadata, self._hooks, hook_rows(sequences))
+        logits = model.head(hidden)
+        edit_logits(logits, sequences)
+        sampled = pieces.sampler.sample(logits, state.positions[:n])
+        pieces.commit(sampled.token_ids)
+        return sampled
+
+    def _finish(self, sampled: SampledTokens, num_rows: int) -> DecodeResult:
+        state = self._pieces.state
+        return DecodeResult(state.read(state.count_commit(), num_rows), sampled)
+
+    # Late captures and failures
+
+    def _ready(self, chunk: Chunk) -> Chunk:
+        """Capture the chunk's bucket if it has no graphs yet; where that fails, the chunk runs eagerly."""
+        if chunk.path is Path.EAGER:
+            return chunk
+        assert self.graphs is not None, "a bucket belongs to graphs"
+        assert chunk.key is not None, "a bucket has a key"
+        if self.graphs.capture_bucket(chunk.path, chunk.key):
+            machine = self._machines.get((chunk.path, chunk.key))
+            if machine is not None and not machine.is_captured:
+                self._num_captured += 1
+                machine.record_capture(self._num_captured, chunk.key.bs, 1)
+            assert machine is None or machine.check_static_shape(chunk.key.bs, 1), "a bucket replays its own shape"
+            return chunk
+        return self._eager(chunk)
+
+    def _after_failure(self, chunk: Chunk, error: Exception) -> Chunk:
+        """A replay failed before it committed: the step runs eagerly, and the bucket from now on."""
+        assert self.graphs is not None, "a bucket belongs to graphs"
+        assert chunk.key is not None, "a bucket has a key"
+        self.graphs.fail(chunk.path, chunk.key, f"{type(error).__name__}: {error}")
+        eager = self._eager(chunk)
+        self._check_allowed(eager)
+        return eager
+
+    def _eager(self, chunk: Chunk) -> Chunk:
+        assert self.graphs is not None, "a bucket belongs to graphs"
+        assert chunk.key is not None, "a bucket has a key"
+        reason = self.graphs.missing(chunk.path, chunk.key)
+        assert reason is not None, "a bucket that cannot replay has a reason"
+        logger.warning("decode steps of batch size %d run eagerly: %s", chunk.key.bs, reason.value)
+        return Chunk(chunk.start, chunk.stop, Path.EAGER, reason, chunk.key)
+
+    def _advance(self, path: Path, key: BucketKey) -> None:
+        if self.policy.lazy_steps is not None:
+            machine = self._machine(path, key)
+            machine.advance()
+            if machine.step_mode is StepMode.REPLAY and not machine.is_captured:
+                machine.disable()
+
+    def _machine(self, path: Path, key: BucketKey) -> InferenceGraphCapture:
+        if (path, key) not in self._machines:
+            self._machines[path, key] = InferenceGraphCapture(self.policy.lazy_steps or 1).enabled(True)
+        return self._machines[path, key]
+
+    def _check_allowed(self, chunk: Chunk) -> None:
+        if self.policy.required and chunk.reason not in REPLAYS | EXPECTED_EAGER:
+            raise GraphsRequiredError(
+                f"CUDA graphs are required, but {chunk.num_rows} rows would run eagerly: {chunk.reason.value}"
+            )
+
+    def _path(self, sequences: SequenceOf[Sequence]) -> Path:
+        """The path that the rows would take with a graph."""
+        return Path.PIECEWISE if self.batch_of(sequences).eager_piece else self.policy.path
+
+    def _view(self, path: Path) -> BucketView:
+        graphs = self.graphs
+        assert graphs is not None, "there are buckets where there are graphs"
+
+        def step_mode(key: BucketKey) -> StepMode | None:
+            if self.policy.lazy_steps is None:
+                return None
+            machine = self._machines.get((path, key))
+            return machine.step_mode if machine is not None else StepMode.WARMUP
+
+        return BucketView(graphs.configs, lambda key: graphs.missing(path, key), step_mode)
+
+
+def run_blocks(
+    pieces: DecodePieces,
+    hidden: Tensor,
+    preamble: object,
+    metadata: AttentionMetadata,
+    hooks: Hooks,
+    rows: tuple[HookRow, ...],
+) -> Tensor:
+    """The block stack, eagerly, with its hooks."""
+    model, kv_cache = pieces.model, pieces.kv_cache
+    if not hooks:
+        return model.blocks(hidden, preamble, metadata, kv_cache)  # type: ignore[arg-type]
+    num_layers = pieces.num_layers
+    edges = sorted({0, num_layers, *hooks.layers})
+    for start, stop in itertools.pairwise(edges):
+        hooks.apply(start, hidden, rows)
+        hidden = model.blocks(hidden, preamble, metadata, kv_cache, start, stop)  # type: ignore[arg-type]
+    hooks.apply(num_layers, hidden, rows)
+    return hidden
+
+
+def hook_rows(sequences: SequenceOf[Sequence]) -> tuple[HookRow, ...]:
+    """The rows of a decode step, one token each."""
+    return tuple(
+        HookRow(i, i + 1, s.num_computed, s.prompt_ids, s.output_ids, s.sample_index) for i, s in enumerate(sequences)
+    )
+
+
+def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:
+    """The real rows of a step's outputs, which the next replay overwrites."""
+    rows = {name: tensor[:num_rows] for name, tensor in outputs.items()}
+    return SampledTokens(**rows)
+
+
+def _log_progress(done: int, total: int) -> None:
+    logger.info("Capturing CUDA graphs (decode): %d/%d", done, total)

@@ -1,0 +1,72 @@
+"""How often steps ran in which way, and what that cost."""
+
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from .graph_buckets import BucketKey
+from .graph_dispatch import Chunk
+from .graph_reason import REPLAYS, Path, Reason
+
+logger = logging.getLogger(__name__)
+
+EAGER_SHARE_WARNED = 0.01
+EAGER_STEPS_JUDGED = 100
+
+EXPECTED_EAGER = frozenset((Reason.OFF, Reason.FORCED, Reason.PREFILL, Reason.WARMUP))
+"""Eager on purpose; no warning is due."""
+
+
+UNREMARKABLE = frozenset((Reason.WHOLE, Reason.PIECEWISE)) | EXPECTED_EAGER
+"""What an engine does as it was told; anything else is logged when it first happens."""
+
+
+@dataclass
+class GraphCounters:
+    """Counts since the engine started.
+
+    Attributes:
+        by_reason: chunks of steps (a step is one chunk unless it is split), prompts included.
+        num_padding_rows: rows that were computed for nobody.
+        wasted_seconds: of the time of replays and eager steps on a bucket, the share of their padding rows; and what
+            an unplanned eager step took longer than the bucket's replays have so far.
+    """
+
+    by_reason: Counter[Reason] = field(default_factory=Counter)
+    num_padding_rows: int = 0
+    wasted_seconds: float = 0.0
+    _replays: dict[BucketKey, tuple[int, float]] = field(default_factory=dict)
+    _warned: bool = False
+
+    @property
+    def num_decodes(self) -> int:
+        return self.by_reason.total() - self.by_reason[Reason.PREFILL]
+
+    @property
+    def num_eager_decodes(self) -> int:
+        """Those that nobody asked for."""
+        return sum(n for reason, n in self.by_reason.items() if reason not in REPLAYS | EXPECTED_EAGER)
+
+    def count(self, chunk: Chunk, seconds: float) -> None:
+        """A chunk has been run, and its tokens are on the host."""
+        self.by_reason[chunk.reason] += 1
+        if self.by_reason[chunk.reason] == 1 and chunk.reason not in UNREMARKABLE:
+            logger.warning("decode steps run %s: %s", chunk.path.value, chunk.reason.value)
+        self.num_padding_rows += chunk.num_padding_rows
+        if chunk.key is not None:
+            self.wasted_seconds += seconds * chunk.num_padding_rows / chunk.key.bs
+            num_replays, total = self._replays.get(chunk.key, (0, 0.0))
+            if chunk.path is not Path.EAGER:
+                self._replays[chunk.key] = num_replays + 1, total + seconds
+            elif num_replays and chunk.reason not in EXPECTED_EAGER:
+                self.wasted_seconds += max(0.0, seconds - total / num_replays)
+        self._warn()
+
+    def _warn(self) -> None:
+        if self._warned or self.num_decodes < EAGER_STEPS_JUDGED:
+            return
+        share = self.num_eager_decodes / self.num_decodes
+        if share > EAGER_SHARE_WARNED:
+            self._warned = True
+            reasons = {r.name: n for r, n in self.by_reason.items() if r not in REPLAYS | EXPECTED_EAGER}
+            logger.warning("%.1f %% of decode steps run without a graph: %s", 100 * share, reasons)

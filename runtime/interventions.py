@@ -1,0 +1,160 @@
+"""What users run between the pieces of a step: hooks on hidden states, logits processors, masks of tokens."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .sequence import Sequence as EngineSequence
+
+
+@dataclass(frozen=True)
+class HookRow:
+    """One sequence of a step, as a hook sees it.
+
+    Attributes:
+        start, stop: its tokens are the rows `start .. stop - 1` of the hidden states.
+        position: of the first of them.
+        prompt_ids, output_ids: the ids so far; not to be changed.
+    """
+
+    start: int
+    stop: int
+    position: int
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+    sample_index: int
+
+
+HookFunction = Callable[[Tensor, tuple[HookRow, ...]], Tensor | None]
+
+
+class HookHandle:
+    """A hook that is in place until `remove` is called."""
+
+    def __init__(self, hooks: "Hooks", layer: int) -> None:
+        self._hooks = hooks
+        self.layer = layer
+
+    def remove(self) -> None:
+        """Take the hook away; a second time does nothing."""
+        self._hooks.remove(self)
+
+
+@dataclass(frozen=True)
+class _Hook:
+    function: HookFunction
+    where: Callable[[HookRow], bool] | None
+
+
+class Hooks:
+    """Functions that read or change the hidden states in front of a layer, in the order they were added."""
+
+    def __init__(self, num_layers: int) -> None:
+        self._num_layers = num_layers
+        self._hooks: dict[HookHandle, _Hook] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Where hooks are, each layer once."""
+        return tuple(sorted({handle.layer for handle in self._hooks}))
+
+    def add(self, layer: int, function: HookFunction, where: Callable[[HookRow], bool] | None = None) -> HookHandle:
+        """See `LLM.hook`."""
+        if type(layer) is not int or not 0 <= layer <= self._num_layers:
+            raise ValueError(f"a hook's layer must be in 0 ... {self._num_layers}, got {layer!r}")
+        handle = HookHandle(self, layer)
+        self._hooks[handle] = _Hook(function, where)
+        return handle
+
+    def remove(self, handle: HookHandle) -> None:
+        self._hooks.pop(handle, None)
+
+    def apply(self, layer: int, hidden: Tensor, rows: Sequence[HookRow]) -> None:
+        """Run the hooks of a layer; what they return is written to `hidden`.
+
+        Args:
+            hidden: `[num_tokens, hidden_size]`, real tokens only.
+        """
+        for handle, hook in list(self._hooks.items()):
+            if handle.layer != layer:
+                continue
+            if hook.where is None:
+                changed = hook.function(hidden, tuple(rows))
+                _check(changed, hidden)
+                if changed is not None and changed is not hidden:
+                    hidden.copy_(changed)
+                continue
+            chosen: list[HookRow] = []
+            tokens: list[int] = []
+            end = 0
+            for row in rows:
+                if hook.where(row):
+                    span = row.stop - row.start
+                    tokens += range(row.start, row.stop)
+                    chosen.append(
+                        HookRow(end, end + span, row.position, row.prompt_ids, row.output_ids, row.sample_index)
+                    )
+                    end += span
+            if chosen:
+                index = torch.tensor(tokens, device=hidden.device)
+                part = hidden.index_select(0, index)
+                changed = hook.function(part, tuple(chosen))
+                _check(changed, part)
+                hidden.index_copy_(0, index, part if changed is None else changed.to(hidden.dtype))
+
+
+def _check(changed: Tensor | None, given: Tensor) -> None:
+    if changed is not None and (not isinstance(changed, Tensor) or changed.shape != given.shape):
+        got = tuple(changed.shape) if isinstance(changed, Tensor) else repr(changed)
+        raise ValueError(f"a hook must return None or hidden states of shape {tuple(given.shape)}, got {got}")
+
+
+def edit_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
+    """Run each sequence's logits processors, then leave it its allowed tokens; in place.
+
+    Args:
+        logits: `[num_rows, vocab_size]`, one row for each sequence.
+
+    Raises:
+        ValueError: a processor's result has another shape, or no token is allowed.
+    """
+    for row, sequence in zip(logits, sequences, strict=True):
+        params = sequence.params
+        for processor in params.logits_processors:
+            changed = processor(sequence.prompt_ids, sequence.output_ids, row)
+            if changed is not None and changed is not row:
+                if changed.shape != row.shape:
+                    raise ValueError(
+                        f"a logits processor must return None or logits of shape {tuple(row.shape)}, "
+                        f"got {tuple(changed.shape)}"
+                    )
+                row.copy_(changed)
+        allowed = params.allowed_token_ids
+        if allowed is not None:
+            ids = allowed(sequence.prompt_ids, sequence.output_ids) if callable(allowed) else allowed
+            row.masked_fill_(~_mask(ids, row), -torch.inf)
+
+
+def has_logits_processor(sequences: Sequence[EngineSequence]) -> bool:
+    return any(sequence.params.logits_processors for sequence in sequences)
+
+
+def has_token_mask(sequences: Sequence[EngineSequence]) -> bool:
+    return any(sequence.params.allowed_token_ids is not None for sequence in sequences)
+
+
+def _mask(ids: Sequence[int] | Tensor, row: Tensor) -> Tensor:
+    """Bool mask of a row's tokens, from ids or from a mask."""
+    if isinstance(ids, Tensor) and ids.dtype == torch.bool:
+        mask = ids.to(row.device)
+    else:
+        mask = torch.zeros_like(row, dtype=torch.bool)
+        mask[torch.as_tensor(ids, dtype=torch.int64, device=row.device)] = True
+    if mask.shape != row.shape or not bool(mask.any()):
+        raise ValueError(f"allowed_token_ids must allow at least 1 of {len(row)} tokens, got {ids!r}")
+    return mask

@@ -1,0 +1,308 @@
+"""Captures one inner callable of a forward, a region, while the code around it stays eager."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .cuda_graph_runner import CudaGraphRunner
+from .dummy_rows import PlanTarget, RowInfo, RowInputs, StepRunner
+from .graph_backend import Graph, GraphPool
+from .graph_buckets import BucketKey, CaptureSpec, CudaGraphConfig, SlotLease
+from .graph_capture import autocast_scope
+from .graph_reason import Reason
+from .piecewise_output import PiecewiseOutput
+from .static_buffers import GraphResources
+
+
+class PiecewiseCaptureShape(NamedTuple):
+    """A bucket of a region: requests, and tokens of all of them together."""
+
+    bs: int
+    total_tokens: int
+
+
+class PiecewiseGraphKey(NamedTuple):
+    """One graph of a region; `seq_len` is the total of tokens."""
+
+    bs: int
+    seq_len: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """A static input of a region.
+
+    Attributes:
+        row_shape: of one token (or of one request, with `per_request`).
+        buffer: the name of the buffer; inputs of several regions with one name are one buffer. None: its own.
+        fill: what warm-up and capture read, and what must be harmless where it is an address.
+    """
+
+    row_shape: tuple[int, ...]
+    dtype: torch.dtype
+    per_request: bool = False
+    buffer: str | None = None
+    fill: float = 0
+
+
+@dataclass(frozen=True)
+class PiecewiseCallInputs:
+    """What the region's callable gets: its static inputs, and the bucket. It is called at warm-up and capture only,
+    so whatever it reads beside the inputs is frozen then.
+    """
+
+    inputs: Mapping[str, Tensor]
+    shape: PiecewiseCaptureShape
+
+
+@dataclass(frozen=True)
+class PiecewiseConfig:
+    """A region: `{name: tensor}` from static inputs.
+
+    Attributes:
+        fn: the region. An output may be a buffer that it owns (`out=`), else it is copied to one in the graph.
+        shapes: the buckets.
+        inputs: its static inputs.
+        claim: claims further buffers that `fn` uses, for the largest shape.
+        lease_before_step: take the graph slot before the step is declared, so that its resources are planned for it.
+    """
+
+    fn: Callable[[PiecewiseCallInputs], Mapping[str, Tensor]]
+    shapes: tuple[PiecewiseCaptureShape, ...]
+    inputs: Mapping[str, InputSpec]
+    claim: Callable[[Sequence[PiecewiseCaptureShape]], None] = lambda shapes: None
+    lease_before_step: bool = False
+
+
+@dataclass(frozen=True)
+class PiecewiseGraphData:
+    """One captured region of one bucket."""
+
+    graph: Graph
+    static_inputs: dict[str, Tensor]
+    static_outputs: dict[str, Tensor]
+    dummy_rids: list[int]
+    shape: PiecewiseCaptureShape
+    bucket: BucketKey
+
+
+@dataclass
+class PiecewiseCudaGraphRunner:
+    """Replays a region at `run`, called by the forward that it is part of.
+
+    Args:
+        label: names the region: in its keys, plan buffers, logs and reports.
+        resources: shared with the other runners: one pool for all regions.
+        step_runner: the road by which a region's step is declared, planned and committed, captured or not.
+        joint_comm_group: ranks that must keep the same buckets; None for one.
+        node_name: prefix of the label in logs.
+        memory_pool: None takes the pool of `resources`.
+    """
+
+    CAPTURE_BATCH_SIZES = CudaGraphRunner.CAPTURE_BATCH_SIZES
+    NUM_WARMUP = CudaGraphRunner.NUM_WARMUP
+
+    label: str
+    config: PiecewiseConfig
+    resources: GraphResources
+    step_runner: StepRunner
+    device: torch.device
+    autocast_dtype: torch.dtype | None
+    num_slots: int
+    joint_comm_group: Any = None
+    node_name: str | None = None
+    memory_pool: GraphPool | None = None
+    counts: Counter[Reason] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        pool = self.memory_pool or self.resources.pool
+        resources = GraphResources(self.resources.backend, pool, self.resources.buffers, self.resources.planners)
+        self.name = self.label if self.node_name is None else f"{self.node_name}.{self.label}"
+        self._slot: int | None = None
+        self._region = _Region(self)
+        self._runner = CudaGraphRunner(
+            self.name,
+            self._region,
+            resources,
+            self.step_runner,
+            self.device,
+            self.autocast_dtype,
+            self.joint_comm_group,
+            self.num_slots,
+        )
+        self.bucket_keys = self._runner.bucket_keys
+        self.warm_up, self.capture = self._runner.warm_up, self._runner.capture
+        self.drop, self.finish_capture = self._runner.drop, self._runner.finish_capture
+
+    @property
+    def any_graphs(self) -> bool:
+        return self._runner.any_graphs
+
+    @property
+    def dropped_shapes(self) -> list[tuple[int, int]]:
+        """(batch size, total tokens) of the buckets that are missing."""
+        return [(key.bs, key.num_tokens) for key in self._runner.dropped_buckets]
+
+    @property
+    def drop_reasons(self) -> dict[BucketKey, tuple[Reason, str]]:
+        return self._runner.drop_reasons
+
+    @property
+    def lease_before_step(self) -> bool:
+        """Whether the region's graph slot is taken ahead of the declaration of the step."""
+        return self.config.lease_before_step
+
+    @property
+    def graphs(self) -> dict[PiecewiseGraphKey, PiecewiseGraphData]:
+        """Everything that is captured."""
+        found = {}
+        for key in self.bucket_keys():
+            for slot in range(self._runner.num_slots_of(key)):
+                data = self._runner.slot_for(SlotLease(key, slot))
+                shape = PiecewiseCaptureShape(key.bs, key.num_tokens)
+                found[PiecewiseGraphKey(key.bs, key.num_tokens, slot)] = PiecewiseGraphData(
+                    data.graph, data.static_inputs, data.static_outputs, data.dummy_rids, shape, key
+                )
+        return found
+
+    def prepare_for_capture(self) -> list[CaptureSpec]:
+        """Claim the region's buffers; see `CudaGraphRunner.prepare_for_capture`."""
+        return self._runner.prepare_for_capture()
+
+    def warmup_and_capture(self) -> None:
+        """Capture every bucket; see `CudaGraphRunner.warmup_and_capture`."""
+        self._runner.warmup_and_capture()
+
+    def has(self, key: BucketKey) -> bool:
+        return self._runner.has(key)
+
+    def release_graphs(self) -> None:
+        """Forget every graph; the region is not part of the step any more."""
+        self._runner.release_graphs()
+
+    def can_run(self, batch_size: int, total_tokens: int | None = None) -> bool:
+        """Whether a bucket holds the batch; without `total_tokens`, one token a request is meant."""
+        return self._select(batch_size, total_tokens) is not None
+
+    def lease_slot(self, batch_size: int, total_tokens: int | None = None) -> SlotLease | None:
+        """What `run` would replay for this batch, asked before the forward."""
+        key = self._select(batch_size, total_tokens)
+        return None if key is None else self._runner.lease(key, self._slot)
+
+    def set_slot(self, slot: int) -> None:
+        """Replay this graph slot from now on."""
+        self._slot = slot
+
+    def run(
+        self,
+        static_inputs: Mapping[str, Tensor],
+        request_ids: Sequence[int] | None = None,
+        seq_lens: Sequence[int] | None = None,
+        real_bs: int | None = None,
+    ) -> PiecewiseOutput:
+        """Replay the region for these inputs: copy in, declare and plan the padded step, replay, commit.
+
+        Where no bucket fits, the region's Python runs on the inputs as they are, by the same road; `counts` has the
+        reason of either.
+
+        Args:
+            static_inputs: by name, `[tokens, …]`; an input that is the region's buffer already is not copied.
+            request_ids: of the batch; None: rows without a request.
+            seq_lens: query tokens of each request; None: one each.
+            real_bs: rows that are real, where the inputs are padded already.
+
+        Raises:
+            ValueError: an input that the region does not have, one that is missing, or more rows than its buffer has.
+        """
+        if static_inputs.keys() != self.config.inputs.keys():
+            raise ValueError(f"region {self.label!r} takes {sorted(self.config.inputs)}, got {sorted(static_inputs)}")
+        num_rows = next(t.shape[0] for name, t in static_inputs.items() if not self.config.inputs[name].per_request)
+        bs = real_bs if real_bs is not None else len(request_ids or seq_lens or ()) or num_rows
+        lens = list(seq_lens) if seq_lens is not None else [1] * bs
+        ids = list(request_ids) if request_ids is not None else list(range(bs))
+        rows = [RowInputs(rid, length, {}) for rid, length in zip(ids, lens, strict=True)]
+        info = {rid: RowInfo(rid, self.label) for rid in ids}
+        lease = self.lease_slot(bs, max(sum(lens), num_rows))
+        if lease is None:
+            return self._run_eager(static_inputs, rows, info, sum(lens))
+        step = self.step_runner.declare(
+            self.label, self._runner.pad_inputs(lease, rows), self._runner.step_metadata(lease, ids, info)
+        )
+        self.step_runner.plan(step, PlanTarget(self.name, lease.key, lease.slot))
+        outputs = self._runner.run_forward(lease, static_inputs)
+        self.step_runner.commit(step)
+        self._runner.release(lease, bs)
+        self.counts[Reason.PIECEWISE] += 1
+        return PiecewiseOutput(outputs, sum(lens))
+
+    def run_eager(self, static_inputs: Mapping[str, Tensor], bs: int, real_len: int) -> PiecewiseOutput:
+        """The region's Python, on its inputs as they are."""
+        shape = PiecewiseCaptureShape(bs, next(iter(static_inputs.values())).shape[0])
+        with autocast_scope(self.autocast_dtype, self.device.type):
+            return PiecewiseOutput(dict(self.config.fn(PiecewiseCallInputs(static_inputs, shape))), real_len)
+
+    def _run_eager(
+        self, inputs: Mapping[str, Tensor], rows: list[RowInputs], info: dict[int, RowInfo], real_len: int
+    ) -> PiecewiseOutput:
+        step = self.step_runner.declare(self.label, rows, info)
+        self.step_runner.plan(step, PlanTarget(self.name, None, 0))
+        output = self.run_eager(inputs, len(rows), real_len)
+        self.step_runner.commit(step)
+        self.counts[self._missing_reason(len(rows), real_len)] += 1
+        return output
+
+    def _missing_reason(self, bs: int, total_tokens: int) -> Reason:
+        fitting = [key for key in self.drop_reasons if key.bs >= bs and key.num_tokens >= total_tokens]
+        tightest = min(fitting, key=lambda key: (key.num_tokens, key.bs), default=None)
+        return Reason.NO_BUCKET if tightest is None else self.drop_reasons[tightest][0]
+
+    def _select(self, batch_size: int, total_tokens: int | None) -> BucketKey | None:
+        tokens = batch_size if total_tokens is None else total_tokens
+        return self._runner.select_bucket(self.label, batch_size, tokens)
+
+
+class _Region:
+    """A region in the form that the whole-forward runner captures."""
+
+    def __init__(self, owner: PiecewiseCudaGraphRunner) -> None:
+        self._owner = owner
+
+    def graph_configs(self) -> list[CudaGraphConfig]:
+        return [
+            CudaGraphConfig(self._owner.label, (shape.bs,), tokens_per_row=None, token_buckets=(shape.total_tokens,))
+            for shape in self._owner.config.shapes
+        ]
+
+    def claim(self, configs: Sequence[CudaGraphConfig]) -> None:
+        config, buffers = self._owner.config, self._owner.resources.buffers
+        for name, spec in config.inputs.items():
+            rows = max(shape.bs if spec.per_request else shape.total_tokens for shape in config.shapes)
+            buffers.claim(self._buffer(name), rows, spec.row_shape, spec.dtype)
+        config.claim(config.shapes)
+
+    def static_inputs(self, key: BucketKey) -> dict[str, Tensor]:
+        buffers = self._owner.resources.buffers
+        return {
+            name: buffers.get(self._buffer(name), key.bs if spec.per_request else key.num_tokens)
+            for name, spec in self._owner.config.inputs.items()
+        }
+
+    def template_row(self, config: CudaGraphConfig, rid: int) -> RowInputs:
+        [bs], [tokens] = config.capture_batch_sizes, config.token_buckets
+        return RowInputs(rid, tokens // bs, {})
+
+    def prepare_inputs(self, key: BucketKey) -> None:
+        for name, buffer in self.static_inputs(key).items():
+            buffer.fill_(self._owner.config.inputs[name].fill)
+
+    def forward(self, key: BucketKey, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        shape = PiecewiseCaptureShape(key.bs, key.num_tokens)
+        return dict(self._owner.config.fn(PiecewiseCallInputs(inputs, shape)))
+
+    def _buffer(self, name: str) -> str:
+        return self._owner.config.inputs[name].buffer or f"{self._owner.name}.{name}"

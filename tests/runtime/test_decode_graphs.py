@@ -1,0 +1,548 @@
+"""Decode steps through graphs, in a whole engine: the same bits as without, every reason counted, failures survived."""
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.kernels import SINK_BLOCK
+from ostinato.model import Decoder
+from ostinato.runtime import Engine, GraphsRequiredError, Path, Reason, SamplingParams, Sequence
+from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
+from ostinato.runtime.decode_pieces import GRAPH_ROADS
+from ostinato.runtime.graph_backend import Graph, GraphPool
+from ostinato.runtime.graph_buckets import BucketKey, SlotLease
+from ostinato.runtime.graph_capture import aliased_outputs
+from ostinato.runtime.tape_graph import TapeBackend
+
+MakeEngine = Callable[..., Engine]
+MakeDecoder = Callable[..., Decoder]
+Generate = Callable[..., list[Sequence]]
+
+SIZES = (1, 2, 4)
+NUM_ROWS = 6
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=7)
+RANDOM = SamplingParams(temperature=0.9, seed=3, top_k=20, top_p=0.95, min_p=0.01, max_tokens=6)
+EVERYTHING = SamplingParams(
+    temperature=0.8,
+    seed=9,
+    repetition_penalty=1.2,
+    presence_penalty=0.3,
+    frequency_penalty=0.2,
+    logit_bias={5: 2.0, 60: -3.0},
+    min_tokens=4,
+    stop_token_ids=[7],
+    logprobs=True,
+    top_logprobs=4,
+    max_tokens=8,
+)
+FEATURES = {"greedy": GREEDY, "random": RANDOM, "everything": EVERYTHING}
+
+
+def requests(num: int, params: SamplingParams) -> list[tuple[list[int], SamplingParams]]:
+    return [([1 + index, 2, 3] * (1 + 3 * index), params) for index in range(num)]
+
+
+def results(sequences: list[Sequence]) -> list[Any]:
+    return [(one.output_ids, one.logprobs) for one in sequences]
+
+
+def drop_size(engine: Engine, size: int, reason: Reason = Reason.OVER_BUDGET) -> None:
+    """Take a batch size away from every runner."""
+    graphs = engine.decode_runner.graphs
+    assert graphs is not None
+    for runner in (graphs.whole, *graphs.regions):
+        for key in runner.bucket_keys():
+            if key.bs == size:
+                runner.drop(key, reason, "for a test")
+
+
+@pytest.fixture
+def engine(make_engine: MakeEngine, tiny_decoder: MakeDecoder) -> Callable[..., Engine]:
+    """`engine(largest=4, **config)`: buckets of 1, 2, 4 for up to 6 rows; `largest=6` keeps that bucket too."""
+
+    def make(largest: int = 4, model: Any = None, **config: Any) -> Engine:
+        sizes = {"max_num_seqs": NUM_ROWS, "capture_sizes": SIZES, "graphs": "whole"} | config
+        made = make_engine(model or tiny_decoder(), **sizes)
+        if largest == 4 and made.decode_runner.graphs is not None:
+            drop_size(made, NUM_ROWS)
+        return made
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def shared(make_engine: MakeEngine, tiny_decoder: MakeDecoder) -> Callable[..., Engine]:
+    """The same without the bucket of 6, made once for each config: for tests that leave no trace in an engine."""
+    made: dict[str, Engine] = {}
+
+    def get(**config: Any) -> Engine:
+        if repr(config) not in made:
+            sizes = {"max_num_seqs": NUM_ROWS, "capture_sizes": SIZES, "graphs": "whole"} | config
+            made[repr(config)] = make_engine(tiny_decoder(), **sizes)
+            if config.get("graphs") != "off":
+                drop_size(made[repr(config)], NUM_ROWS)
+        return made[repr(config)]
+
+    return get
+
+
+def everything(engine: Engine) -> list[Tensor]:
+    """All device state that a step may change, the sink aside."""
+    runner = engine._runner
+    caches = [cache[SINK_BLOCK + 1 :].clone() for cache in (*runner._kv_cache.k, *runner._kv_cache.v)]
+    return [*caches, *(tensor.clone() for tensor in runner._state.row_tensors())]
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("num_rows", range(1, NUM_ROWS + 1))
+def test_eager_on_bucket_is_piecewise_is_whole(
+    shared: Callable[..., Engine], generate: Generate, num_rows: int, feature: str
+) -> None:
+    """Bitwise: tokens, log-probabilities and the KV cache, for sizes up to the largest bucket and two beyond."""
+    runs = {}
+    for name, config in {
+        "eager": {"enable_decode_graphs": False},
+        "whole": {},
+        "piecewise": {"graphs": "piecewise"},
+        "lazy": {"capture": "lazy", "graph_warmup_steps": 1},
+    }.items():
+        one = shared(**config)
+        with torch.inference_mode():
+            for cache in (*one._runner._kv_cache.k, *one._runner._kv_cache.v):
+                cache[SINK_BLOCK + 1 :] = 0.0
+        sequences = generate(one, *requests(num_rows, FEATURES[feature]))
+        runs[name] = results(sequences), everything(one)
+    for name, (outputs, state) in runs.items():
+        assert outputs == runs["eager"][0], name
+        for mine, exact in zip(state, runs["eager"][1], strict=True):
+            assert torch.equal(mine, exact), name
+
+
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_graphs_and_no_graphs_give_the_same_tokens(
+    shared: Callable[..., Engine], generate: Generate, mode: str
+) -> None:
+    """Also without padding, where the reference sums fewer columns: a model without near-ties."""
+    mixed = [(prompt, params) for params in FEATURES.values() for prompt, _ in requests(2, params)]
+    plain = generate(shared(graphs="off"), *mixed)
+    assert [one.output_ids for one in generate(shared(graphs=mode), *mixed)] == [one.output_ids for one in plain]
+
+
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_python_runs_at_warm_up_and_capture_only(
+    engine: Callable[..., Engine], generate: Generate, tiny_decoder: MakeDecoder, mode: str
+) -> None:
+    """Replays are steps times regions; the blocks' Python ran warm-ups + 1 times a bucket and never in a replay."""
+    model, calls = tiny_decoder(), []
+    blocks = model.blocks
+    model.blocks = lambda *args, **kwargs: (calls.append(args[0].shape[0]), blocks(*args, **kwargs))[1]  # type: ignore[method-assign]
+    one = engine(largest=6, model=model, graphs=mode)
+    per_bucket = (CudaGraphRunner.NUM_WARMUP + 1) * (len(GRAPH_ROADS) if mode == "whole" else 1)
+    assert {size: calls.count(size) for size in (*SIZES, NUM_ROWS)} == dict.fromkeys((*SIZES, NUM_ROWS), per_bucket)
+    num_captures = len(calls)
+    generate(one, *requests(3, GREEDY))
+    runner = one.decode_runner
+    num_steps = runner.counters.num_decodes
+    assert len(calls) - num_captures == runner.counters.by_reason[Reason.PREFILL]
+    assert num_steps == GREEDY.max_tokens - 1  # type: ignore[operator]
+    assert runner.graphs is not None
+    if mode == "piecewise":
+        replays = sum(region.counts.total() for region in runner.graphs.regions)
+        assert replays == 3 * num_steps
+        assert all(set(region.counts) <= {Reason.PIECEWISE} for region in runner.graphs.regions)
+    assert set(runner.counters.by_reason) == {Reason.PREFILL, Reason[mode.upper()]}
+
+
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_no_static_buffer_or_state_or_weight_lies_in_the_pool(shared: Callable[..., Engine], mode: str) -> None:
+    one = shared(graphs=mode)
+    graphs, runner = one.decode_runner.graphs, one._runner
+    assert graphs is not None
+    tensors = dict(runner._model.state_dict()) | graphs.resources.buffers.tensors
+    tensors |= {f"state {i}": t for i, t in enumerate([*runner._state.row_tensors(), *runner._sampler.row_tensors()])}
+    tensors |= {f"cache {i}": t for i, t in enumerate((*runner._kv_cache.k, *runner._kv_cache.v))}
+    for region in graphs.regions:
+        for key, data in region.graphs.items():
+            tensors |= {f"{region.label} {key} {name}": t for name, t in data.static_outputs.items()}
+    for key in graphs.whole.bucket_keys():
+        if graphs.whole.has(key):
+            outputs = graphs.whole.slot_for(SlotLease(key, 0)).static_outputs
+            tensors |= {f"{key} {name}": t for name, t in outputs.items()}
+    assert aliased_outputs(graphs.resources.pool, tensors) == []
+
+
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_b37_padding_rows_write_to_the_sink_alone(
+    engine: Callable[..., Engine], mode: str, tiny_decoder: MakeDecoder
+) -> None:
+    """B37: a bucket of 4, 3 live rows, a cache full of a sentinel: 3 slots change, and the sink."""
+    one = engine(graphs=mode)
+    caches = (*one._runner._kv_cache.k, *one._runner._kv_cache.v)
+    with torch.inference_mode():
+        for cache in caches:
+            cache.fill_(12345.0)
+            cache[SINK_BLOCK].zero_()
+    sequences = [s for prompt, params in requests(3, GREEDY) for s in one.create(prompt, params)]
+    for sequence in sequences:
+        one.add(sequence)
+    one.step()
+    before = [cache.clone() for cache in caches]
+    expected = {(s.blocks[s.num_computed // 16], s.num_computed % 16) for s in sequences}
+    one.step()
+    for old, new in zip(before, caches, strict=True):
+        changed = (old != new).any(3).any(1).nonzero().tolist()
+        assert {(b, o) for b, o in changed if b != SINK_BLOCK} == expected
+        assert new[0].eq(12345.0).all()
+        assert new.isfinite().all()
+
+
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_poison_between_steps_changes_no_token(
+    engine: Callable[..., Engine], shared: Callable[..., Engine], generate: Generate, drain: Any, mode: str
+) -> None:
+    """NaN over the whole pool and every claimed float buffer, garbage in the others, after each step."""
+    exact = results(generate(shared(graphs="off"), *requests(3, GREEDY)))
+    one = engine(graphs=mode)
+    resources = one.decode_runner.graphs.resources  # type: ignore[union-attr]
+
+    @torch.inference_mode()
+    def poison() -> None:
+        for segment in resources.pool._segments.values():  # type: ignore[attr-defined]
+            segment.view(torch.float32).fill_(torch.nan)
+        for buffer in resources.buffers.tensors.values():
+            buffer.fill_(torch.nan if buffer.is_floating_point() else 7)
+
+    sequences = [s for prompt, params in requests(3, GREEDY) for s in one.create(prompt, params)]
+    for sequence in sequences:
+        one.add(sequence)
+    drain(one, poison)
+    assert results(sequences) == exact
+
+
+def test_the_sink_is_zero_after_captures_and_rows_are_as_before(engine: Callable[..., Engine]) -> None:
+    one = engine()
+    runner = one._runner
+    for cache in (*runner._kv_cache.k, *runner._kv_cache.v):
+        assert cache[SINK_BLOCK].eq(0).all()
+    assert runner._state.seq_lens.eq(0).all()
+    assert runner._state._step.item() == 0
+    assert runner._sampler.claim_counts()[1].eq(0).all()
+
+
+@pytest.mark.parametrize("feature", ["greedy", "random", "everything", "hook", "processor", "mask", "hook+mask"])
+@pytest.mark.parametrize("mode", ["whole", "piecewise", "off"])
+def test_explain_is_what_happens(shared: Callable[..., Engine], generate: Generate, mode: str, feature: str) -> None:
+    """For every size up to the largest bucket and two beyond."""
+    one = shared(graphs=mode)
+    params = FEATURES.get(feature, GREEDY)
+    handle = one.hooks.add(1, lambda hidden, rows: None) if "hook" in feature else None
+    if "processor" in feature:
+        params = SamplingParams(temperature=0.0, max_tokens=2, logits_processors=[lambda prompt, out, row: None])
+    if "mask" in feature:
+        params = SamplingParams(temperature=0.0, max_tokens=2, allowed_token_ids=range(61))
+    expected_reason = {
+        "hook": Reason.HOOK,
+        "processor": Reason.LOGITS_PROCESSOR,
+        "mask": Reason.TOKEN_MASK,
+        "hook+mask": Reason.HOOK,
+    }.get(feature, Reason[mode.upper()])
+    runner = one.decode_runner
+    for size in range(1, NUM_ROWS + 1):
+        explained = runner.decide(runner.batch_of_params([params] * size))
+        assert recorded(one, generate, requests(size, params)) == [[c.reason for c in explained]]
+        if mode == "off":
+            assert [c.reason for c in explained] == [Reason.OFF]
+        elif size <= 4:
+            assert [c.reason for c in explained] == [expected_reason]
+            assert explained[0].key is not None
+            assert explained[0].key.bs == min(s for s in SIZES if s >= size)
+        else:
+            assert [c.num_rows for c in explained] == [4, size - 4]
+    if handle is not None:
+        handle.remove()
+
+
+def test_a_bucket_that_is_removed_makes_an_explanation_false(engine: Callable[..., Engine], generate: Generate) -> None:
+    """The comparison above would see it."""
+    one = engine()
+    explained = one.decode_runner.decide(one.decode_runner.batch_of_params([GREEDY] * 4))
+    drop_size(one, 4)
+    assert recorded(one, generate, requests(4, GREEDY)) != [[c.reason for c in explained]]
+
+
+def recorded(engine: Engine, generate: Generate, batch: list[Any]) -> list[list[Reason]]:
+    """The reasons of the first decode step of a batch, in order."""
+    seen: list[list[Reason]] = []
+    counters = engine.decode_runner.counters
+    count, run = counters.count, engine.decode_runner.run
+
+    def noting(chunk: Any, seconds: float) -> None:
+        count(chunk, seconds)
+        if seen and chunk.reason is not Reason.PREFILL:
+            seen[-1].append(chunk.reason)
+
+    def stepping(sequences: Any) -> Any:
+        seen.append([])
+        return run(sequences)
+
+    counters.count, engine.decode_runner.run = noting, stepping  # type: ignore[method-assign]
+    try:
+        generate(engine, *batch)
+    finally:
+        del counters.count, engine.decode_runner.run
+    return seen[:1]
+
+
+def test_lazy_buckets_warm_up_then_capture_then_replay(engine: Callable[..., Engine], generate: Generate) -> None:
+    one = engine(capture="lazy", graph_warmup_steps=2)
+    generate(one, *requests(3, GREEDY))
+    counts = one.decode_runner.counters.by_reason
+    assert (counts[Reason.WARMUP], counts[Reason.WHOLE]) == (2, 4)
+    generate(one, *requests(3, GREEDY))
+    assert (counts[Reason.WARMUP], counts[Reason.WHOLE]) == (2, 10)
+    graphs = one.decode_runner.graphs
+    assert graphs is not None
+    assert [key.bs for key in graphs.whole.bucket_keys() if graphs.whole.has(key)] == [4]
+
+
+# Failures
+
+
+class FailingBackend(TapeBackend):
+    """Fails once at a stage, in the n-th capture."""
+
+    def __init__(self, stage: str, at: int) -> None:
+        super().__init__()
+        self.stage, self.at, self.num_captures = stage, at, 0
+
+    def begin(self, graph: Graph, pool: GraphPool) -> None:
+        self.num_captures += 1
+        self._fail("begin")
+        super().begin(graph, pool)
+
+    def end(self, graph: Graph) -> None:
+        self._fail("end")
+        super().end(graph)
+
+    def instantiate(self, graph: Graph) -> None:
+        self._fail("instantiate")
+        super().instantiate(graph)
+
+    def _fail(self, stage: str) -> None:
+        if stage == self.stage and self.num_captures == self.at:
+            raise RuntimeError(f"forced at {stage}")
+
+
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+@pytest.mark.parametrize("stage", ["warm-up", "begin", "mid-capture", "end", "instantiate", "first-replay"])
+def test_a_failure_drops_one_bucket_and_the_step_is_served(
+    shared: Callable[..., Engine],
+    engine: Callable[..., Engine],
+    generate: Generate,
+    tiny_decoder: MakeDecoder,
+    monkeypatch: pytest.MonkeyPatch,
+    stage: str,
+    mode: str,
+) -> None:
+    """The bucket of 4 greedy rows fails; batches of 1, 2, 3, 4 and 5 rows give the tokens of a run without graphs."""
+    batches = [requests(num, GREEDY) for num in (1, 2, 3, 4, 5)]
+    exact = [[s.output_ids for s in generate(shared(graphs="off"), *batch)] for batch in batches]
+    # Captures go largest first over 3 kinds of sampling; piecewise has 5 regions at each size.
+    backend = FailingBackend(stage, at={"whole": 4, "piecewise": 6}[mode])
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
+    model, num_calls = tiny_decoder(), {4: 0}
+    blocks = model.blocks
+
+    def failing(hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        result = blocks(hidden, *args, **kwargs)
+        if hidden.shape[0] == 4 and ("out" in kwargs or mode == "whole"):
+            num_calls[4] += 1
+            if num_calls[4] == {"warm-up": 1, "mid-capture": 3}.get(stage):
+                raise RuntimeError(f"forced at {stage}")
+        return result
+
+    model.blocks = failing  # type: ignore[method-assign]
+    outer = backend.current_stream()
+    one = engine(largest=6, model=model, graphs=mode)
+    model.blocks = blocks  # type: ignore[method-assign]
+    runner = one.decode_runner
+    graphs = runner.graphs
+    assert graphs is not None
+    assert backend.current_stream() is outer
+    if stage == "first-replay":
+        assert graphs.drops() == []
+        target = graphs.whole if mode == "whole" else graphs.blocks[0]._runner
+        key = next(key for key in target.bucket_keys() if key.bs == 4)
+        [slot] = target._buckets[key].slots
+
+        def broken() -> None:
+            raise RuntimeError("forced at first-replay")
+
+        slot.graph.replay = broken  # type: ignore[method-assign]
+    else:
+        assert len(graphs.drops()) == 1, graphs.drops()
+        assert f"forced at {stage}" in graphs.drops()[0]
+        assert "batch size 4" in graphs.drops()[0]
+    for batch, tokens in zip(batches, exact, strict=True):
+        assert [s.output_ids for s in generate(one, *batch)] == tokens
+    counts = runner.counters.by_reason
+    usual = Reason.WHOLE if mode == "whole" else Reason.PIECEWISE
+    eager = {Reason.REPLAY_FAILED: 1} if stage == "first-replay" else {}
+    assert {reason: n for reason, n in counts.items() if reason not in (usual, Reason.PREFILL)} == eager
+    assert all("batch size 4" in line for line in graphs.drops())
+
+
+def test_a_failed_capture_gives_its_memory_back(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    used = []
+    for at in (0, 10):
+        backend = FailingBackend("end", at)
+        monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device, backend=backend: backend)
+        one = engine()
+        used.append(backend.memory_bytes())
+        assert one.has_work is False
+    assert used[1] <= used[0]
+
+
+def test_a_late_capture_that_fails_is_not_tried_again(
+    engine: Callable[..., Engine], generate: Generate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = FailingBackend("end", at=1)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
+    one = engine(capture="lazy", graph_warmup_steps=1, largest=6)
+    exact = [s.output_ids for s in generate(engine(graphs="off"), *requests(4, GREEDY))]
+    with caplog.at_level(logging.WARNING):
+        assert [s.output_ids for s in generate(one, *requests(4, GREEDY))] == exact
+    counts = one.decode_runner.counters.by_reason
+    assert counts[Reason.WARMUP] == 2, "of the bucket that failed, and of the next larger one"
+    assert counts[Reason.CAPTURE_FAILED] == 1
+    assert counts[Reason.WHOLE] == 3
+    assert "run eagerly: the bucket's capture failed" in caplog.text
+
+
+def test_required_graphs_that_are_missing_are_one_error_at_start(
+    engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = FailingBackend("end", at=4)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
+    with pytest.raises(GraphsRequiredError, match=r"1 are missing(?s:.)*batch size 4"):
+        engine(require_graphs=True)
+    monkeypatch.setenv("OSTINATO_REQUIRE_CUDA_GRAPHS", "1")
+    backend.num_captures = 0
+    with pytest.raises(GraphsRequiredError, match="batch size 4"):
+        engine()
+
+
+def test_required_graphs_make_an_eager_decode_step_an_error(engine: Callable[..., Engine], generate: Generate) -> None:
+    one = engine(require_graphs=True)
+    for size in SIZES:
+        drop_size(one, size)
+    with pytest.raises(GraphsRequiredError, match="2 rows would run eagerly"):
+        generate(one, *requests(2, GREEDY))
+
+
+def test_a_budget_shortens_the_list_and_graphs_stay_on(
+    engine: Callable[..., Engine], generate: Generate, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A budget of nothing leaves nothing; the tape's pool grows by whole segments, so one of them is enough for all."""
+    with caplog.at_level(logging.WARNING):
+        none = engine(graph_memory_bytes=1, largest=6)
+    assert len(none.decode_runner.graphs.drops()) == 12  # type: ignore[union-attr]
+    assert "above the budget of 1" in caplog.text
+    plain = [s.output_ids for s in generate(engine(graphs="off"), *requests(3, GREEDY))]
+    assert [s.output_ids for s in generate(none, *requests(3, GREEDY))] == plain
+    assert none.decode_runner.counters.by_reason[Reason.OVER_BUDGET] == 6
+    enough = engine(graph_memory_bytes=1 << 24, largest=6)
+    assert enough.decode_runner.graphs.drops() == []  # type: ignore[union-attr]
+
+
+# Cutting
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_a_hook_cuts_the_blocks_and_its_removal_makes_them_whole(
+    shared: Callable[..., Engine], generate: Generate, layer: int
+) -> None:
+    """The same tokens as eagerly with the same hook, added in the middle of a generation and removed again."""
+
+    def steer(hidden: Tensor, rows: Any) -> Tensor:
+        return hidden + torch.linspace(-1, 1, hidden.shape[1])
+
+    outputs = {}
+    for name, config in {"off": {"graphs": "off"}, "whole": {}, "eager": {"enable_decode_graphs": False}}.items():
+        one = shared(**config)
+        before = Counter(one.decode_runner.counters.by_reason)
+        sequences = [s for prompt, params in requests(3, RANDOM) for s in one.create(prompt, params)]
+        for sequence in sequences:
+            one.add(sequence)
+        one.step()
+        one.step()
+        handle = one.hooks.add(layer, steer)
+        one.step()
+        one.step()
+        handle.remove()
+        handle.remove()
+        while one.has_work:
+            one.step()
+        outputs[name] = [s.output_ids for s in sequences]
+        if name == "whole":
+            counts = one.decode_runner.counters.by_reason - before
+            assert counts - Counter({Reason.PREFILL: 1}) == {Reason.WHOLE: 3, Reason.HOOK: 2}
+            regions = one.decode_runner.graphs.regions  # type: ignore[union-attr]
+            assert all(set(region.counts) <= {Reason.PIECEWISE} for region in regions), "the rest replays"
+    assert outputs["whole"] == outputs["eager"] == outputs["off"]
+    plain = [s.output_ids for s in generate(shared(graphs="off"), *requests(3, RANDOM))]
+    assert outputs["off"] != plain, "the hook did something"
+
+
+def test_blocks_are_cut_anywhere_within_the_claimed_buffers(make_engine: MakeEngine, model_config: Any) -> None:
+    """Three hooks, then two, then one: buffers stay the same, and so do the tokens."""
+    from ostinato.weights import dummy_model
+
+    model = dummy_model(model_config(num_layers=5), dtype=torch.float32)
+    tokens = {}
+    for graphs in ("piecewise", "off"):
+        one = make_engine(model, graphs=graphs, max_num_seqs=4)
+        buffers = one.decode_runner.graphs.resources.buffers if one.decode_runner.graphs else None
+        addresses = {name: t.data_ptr() for name, t in buffers.tensors.items()} if buffers else {}
+        handles = [one.hooks.add(layer, lambda hidden, rows: hidden * 1.5) for layer in (1, 2, 4)]
+        [sequence] = one.create([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=12))
+        one.add(sequence)
+        for number in range(12):
+            one.step()
+            if number in (3, 6, 9):
+                handles.pop().remove()
+        tokens[graphs] = sequence.output_ids
+        if buffers is not None:
+            assert {name: t.data_ptr() for name, t in buffers.tensors.items()} == addresses
+            labels = [region.label.split()[0] for region in one.decode_runner.graphs.blocks]  # type: ignore[union-attr]
+            assert labels == ["blocks[0:5]"]
+    assert tokens["piecewise"] == tokens["off"]
+
+
+def test_sampling_without_a_captured_kind_does_not_exist() -> None:
+    """The last kind covers every request: no batch is eager for its parameters."""
+    from ostinato.runtime.sampler import SampleRoad
+    from ostinato.runtime.sampling_params import MAX_TOP_LOGPROBS
+
+    most = SampleRoad(True, True, True, True, True, True, True, True, MAX_TOP_LOGPROBS)
+    assert GRAPH_ROADS[-1] == most
+    assert all(later.covers(earlier) for earlier, later in itertools.pairwise(GRAPH_ROADS))
+
+
+def test_the_capture_key_is_the_key_that_is_looked_up(engine: Callable[..., Engine]) -> None:
+    one = engine(largest=6)
+    runner = one.decode_runner
+    for feature in FEATURES.values():
+        for size in (*SIZES, NUM_ROWS):
+            [chunk] = runner.decide(runner.batch_of_params([feature] * size))
+            assert isinstance(chunk.key, BucketKey)
+            assert runner.graphs.whole.has(chunk.key)  # type: ignore[union-attr]
+            assert chunk.path is Path.WHOLE
+            assert chunk.num_padding_rows == 0
