@@ -15,6 +15,9 @@ ARCHITECTURES = {"LlamaForCausalLM": "llama"}
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
+MAX_LAYERS = 4096
+"""Far more than any model has: a config that says more must not have its layers counted one by one."""
+
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "partial_rotary_factor": (1.0,),
@@ -148,7 +151,7 @@ class ModelConfig:
             vocab_size=reader.size("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=reader.size("intermediate_size"),
-            num_layers=reader.size("num_hidden_layers"),
+            num_layers=reader.size("num_hidden_layers", limit=MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=reader.size("num_key_value_heads", num_heads),
             head_dim=head_dim,
@@ -189,12 +192,12 @@ class _Reader:
                 allowed = " or ".join((*map(repr, accepted), "null"))
                 raise UnsupportedModelError(f"config key {key} = {value!r} is not supported; supported: {allowed}")
 
-    def size(self, key: str, default: int | None = None) -> int:
+    def size(self, key: str, default: int | None = None, *, limit: int = 2**31 - 1) -> int:
         value = self.config.get(key, default)
         if value is None:
             raise UnsupportedModelError(f"config key {key} is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**31:
-            raise UnsupportedModelError(f"config key {key} = {value!r} is not a whole number from 1 to {2**31 - 1}")
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= limit:
+            raise UnsupportedModelError(f"config key {key} = {value!r} is not a whole number from 1 to {limit}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
@@ -217,7 +220,7 @@ class _Reader:
         ids = value if isinstance(value, list) else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and 0 <= i < 2**31 for i in ids):
             raise UnsupportedModelError(f"config key {key} = {value!r} is not a token id or a list of them")
-        return tuple(ids)
+        return tuple(dict.fromkeys(ids))
 
     def dtype(self) -> torch.dtype | None:
         name = self.config.get("dtype", self.config.get("torch_dtype", "auto"))

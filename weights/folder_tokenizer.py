@@ -55,7 +55,10 @@ def folder_tokenizer(path: Path) -> Tokenizer | None:
     if "added_tokens_decoder" not in config:  # a config that has it is complete, and a map beside it only a leftover
         config |= _read_optional(path / "special_tokens_map.json")
     special_tokens = _special_tokens(config)
-    _add_tokens(backend, config, special_tokens)
+    try:
+        _add_tokens(backend, config, special_tokens)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: tokenizer_config.json adds tokens in an unknown form: {error}") from error
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     return Tokenizer(backend, special_tokens=special_tokens, chat_template=_chat_template(path, config))
 
@@ -93,10 +96,13 @@ def _added_token(value: str | dict[str, Any], special: bool = False) -> AddedTok
 def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        try:
+            return file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{file}: is not UTF-8 text: {error.reason} at byte {error.start}") from error
     template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}
+    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
+        template = {entry.get("name"): entry.get("template") for entry in template}
     if isinstance(template, dict):
         template = template.get("default", next(iter(template.values())) if len(template) == 1 else None)
     if template is not None and not isinstance(template, str):

@@ -48,7 +48,13 @@ class GGUFCheckpoint(Checkpoint):
         config = hf_config(self._file, None if factors is None else self._file.read(factors))
         self.config = ModelConfig.from_hf(config)
         self.generation_config: dict[str, Any] = {}
-        weights = {hf_name(name): tensor for name, tensor in self._file.tensors.items() if name != ROPE_FACTORS}
+        weights: dict[str, GGUFTensor] = {}
+        for tensor in self._file.tensors.values():
+            name = hf_name(tensor.name)
+            if name in weights:
+                raise CheckpointError(f"{path}: {weights[name].name} and {tensor.name} are the same tensor, {name}")
+            if tensor.name != ROPE_FACTORS:
+                weights[name] = tensor
         self._weights = dict(sorted(weights.items()))
         for tensor in weights.values():
             if (heads := self._interleaved_heads(tensor)) and tensor.shape[0] % (2 * heads):

@@ -51,7 +51,7 @@ def hf_config(file: GGUFFile, rope_factors: torch.Tensor | None) -> dict[str, An
     reader = _Reader(file)
     if file.metadata.get("general.type", "model") != "model":
         raise CheckpointError(f"{file.path}: holds a {file.metadata['general.type']!r}, not a model")
-    if int(file.metadata.get("split.count", 0)) > 1:
+    if file.metadata.get("split.count", 0) not in (0, 1):
         raise CheckpointError(
             f"{file.path}: is one of {file.metadata['split.count']} parts of a split model; "
             "join them with `llama-gguf-split --merge` of llama.cpp"
@@ -85,7 +85,7 @@ def hf_config(file: GGUFFile, rope_factors: torch.Tensor | None) -> dict[str, An
         "mlp_bias": "blk.0.ffn_gate.bias" in file.tensors,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": tokenizer.pop("bos"),
-        "eos_token_id": list(dict.fromkeys(index for index in tokenizer.values() if index is not None)),
+        "eos_token_id": [index for index in tokenizer.values() if index is not None],
     }
 
 
@@ -159,7 +159,7 @@ def _rope_scaling(
         if kind != "none":
             raise CheckpointError(f"{reader.path}: has both {ROPE_FACTORS} and rope scaling of type {kind!r}")
         try:
-            return llama3_scaling(rope_factors.tolist(), theta, head_dim)
+            return llama3_scaling(rope_factors.flatten().tolist(), theta, head_dim)
         except ValueError as error:
             raise CheckpointError(f"{reader.path}: {ROPE_FACTORS} is not Llama 3's scaling: {error}") from error
     if kind == "none":
@@ -199,7 +199,7 @@ def llama3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dic
         raise ValueError("no frequency lies between the scaled and the unscaled ones")
     (first_rate, first), (last_rate, last) = blended[0], blended[-1]
     high = 4.0
-    if len(blended) > 1 and first > last:
+    if len(blended) > 1 and first > last and first_rate > last_rate:
         slope = (first - last) / (first_rate - last_rate)
         high = round(1 + 1 / (slope * first_rate - first), 4) if slope * first_rate > first else high
     original = round((1 + first * (high - 1)) / first_rate)

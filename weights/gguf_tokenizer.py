@@ -97,6 +97,9 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     missing = [f"tokenizer.ggml.{key}" for key in needed if not isinstance(values.get(key), list)]
     if missing:
         raise CheckpointError(f"{path}: a tokenizer of model {model!r} needs {', '.join(missing)}")
+    chat_template = metadata.get("tokenizer.chat_template")
+    if chat_template is not None and not isinstance(chat_template, str):
+        raise CheckpointError(f"{path}: tokenizer.chat_template must be a text, not {chat_template!r}")
     vocabulary = _Vocabulary.from_values(values, path)
     special_tokens = {
         f"{name}_token": vocabulary.tokens[index]
@@ -124,7 +127,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
         backend,
         special_tokens=special_tokens,
         eos_token_ids=[index for index in ends if index is not None],
-        chat_template=metadata.get("tokenizer.chat_template"),
+        chat_template=chat_template,
     )
 
 
@@ -141,6 +144,8 @@ class _Vocabulary:
         tokens = values["tokens"]
         types = values.get("token_type", [TokenType.NORMAL] * len(tokens))
         for key, other in {"token_type": types, "scores": values.get("scores", tokens)}.items():
+            if not isinstance(other, list):
+                raise CheckpointError(f"{path}: tokenizer.ggml.{key} must be an array, not {other!r}")
             if len(other) != len(tokens):
                 raise CheckpointError(f"{path}: {len(tokens)} tokens, but {len(other)} entries in tokenizer.ggml.{key}")
         twice = [token for token, count in Counter(tokens).items() if count > 1]
@@ -171,7 +176,7 @@ class _Vocabulary:
 
 def _word_kind(values: Mapping[str, Any], path: Path) -> WordKind:
     name = values.get("pre", "default")
-    if name not in WORD_KINDS:
+    if not isinstance(name, str) or name not in WORD_KINDS:
         raise CheckpointError(f"{path}: pre-tokenizer {name!r} is not supported; supported: {', '.join(WORD_KINDS)}")
     return WORD_KINDS[name]
 

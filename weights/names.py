@@ -102,15 +102,17 @@ class NameMismatchError(CheckpointError):
 def match_names(config: ModelConfig, stored: Mapping[str, TensorInfo], path: object) -> dict[str, Rows]:
     """Assign every stored tensor of a checkpoint to its rows, ignored buffers aside.
 
-    A head that is stored although it is tied is assigned to the rows of the embedding as well: two sources, which must
-    be equal.
+    A head that is stored although it is tied is assigned to the rows of the embedding: as a second source, which must be
+    equal, or as the only one, since `safetensors.torch.save_model` keeps of a shared tensor the name that sorts first.
 
     Raises:
         NameMismatchError: any name is missing, unexpected or mis-shaped; `path` is what the message starts with.
     """
     table = name_table(config)
-    if config.tie_embeddings and {EMBEDDING, HEAD} <= stored.keys():
+    if config.tie_embeddings and HEAD in stored:
         table[HEAD] = table[EMBEDDING]
+        if EMBEDDING not in stored:
+            del table[EMBEDDING]
     present = {rows.parameter for name, rows in table.items() if name in stored}
     absent = {name: rows.parameter for name, rows in table.items() if name not in stored}
     missing = [name for name, parameter in absent.items() if parameter not in present]

@@ -99,7 +99,7 @@ def _read_files(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
 
     As in transformers, `model.safetensors` wins over an index that does not name it.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     has_index = (folder / INDEX_FILE).is_file()
     if has_index:
         weight_map = _read_weight_map(folder / INDEX_FILE)

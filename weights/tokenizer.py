@@ -87,7 +87,8 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Ids that the vocabulary does not have give nothing; spaces are never cleaned up."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        known = [index for index in ids if 0 <= index < self.vocab_size]
+        return str(self._backend.decode(known, skip_special_tokens=skip_special_tokens))
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary spells it (`Ġthe`, `▁the`, `<0x0A>`); None for any integer that is no token."""

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.model import SHAPES, Decoder, ModelConfig, RotaryConfig, UnsupportedModelError
+from ostinato.model.config import MAX_LAYERS
 
 MINIMAL = {
     "architectures": ["LlamaForCausalLM"],
@@ -321,7 +322,14 @@ SIZES = [*sorted(MINIMAL.keys() - {"architectures"}), "num_key_value_heads", "he
 @pytest.mark.parametrize("value", [0, -1, 1.5, 8.0, True, "8", [8], 2**31, 10**400, math.nan], ids=repr)
 @pytest.mark.parametrize("key", SIZES)
 def test_senseless_sizes(key: str, value: object) -> None:
-    assert refusal(**{key: value}) == f"config key {key} = {value!r} is not a whole number from 1 to 2147483647"
+    limit = MAX_LAYERS if key == "num_hidden_layers" else 2147483647
+    assert refusal(**{key: value}) == f"config key {key} = {value!r} is not a whole number from 1 to {limit}"
+
+
+def test_more_layers_than_can_be_listed() -> None:
+    """The name table has an entry for each: a billion of them would fill the memory before anything is compared."""
+    assert translate(num_hidden_layers=MAX_LAYERS).num_layers == MAX_LAYERS
+    assert f"from 1 to {MAX_LAYERS}" in refusal(num_hidden_layers=MAX_LAYERS + 1)
 
 
 @pytest.mark.parametrize("key", ["attention_bias", "mlp_bias", "tie_word_embeddings"])

@@ -396,6 +396,7 @@ ROPE_REFUSED: dict[str, tuple[list[float], dict[str, Any], str]] = {
     "not-llama3": ([1.0, 2.0, 1.5], {}, "is not Llama 3's scaling"),
     "all-alike": ([4.0, 4.0, 4.0], {}, "no frequency lies between"),
     "too-few": ([1.0, 2.0], {}, "2 factors for 3"),
+    "one-frequency": ([1.5, 2.0, 8.0], {"llama__rope__freq_base": 1.0}, "is not Llama 3's scaling"),
     "with-linear": ([1.0, 2.0, 4.0], {"llama__rope__scaling__type": "linear"}, "both rope_freqs.weight and"),
 }
 
@@ -420,6 +421,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general__architecture": "mamba"}, "'mamba' is not supported; supported: llama"),
     "adapter": ({"general__type": "adapter"}, "holds a 'adapter', not a model"),
     "split": ({"split__count": 3}, "one of 3 parts.*merge"),
+    "split-of-text": ({"split__count": "many"}, "one of many parts"),
     "experts": ({"llama__expert_count": 8}, r"llama\.expert_count = 8"),
     "sliding-window": ({"llama__attention__sliding_window": 4096}, r"sliding_window = 4096"),
     "not-causal": ({"llama__attention__causal": False}, "causal = False"),
@@ -477,6 +479,27 @@ def test_a_tensor_without_a_place_is_not_dropped(
     path = write_gguf(tmp_path / "model.gguf", config, tiny_tensors(config), extra_tensors=tensors)
     with pytest.raises(CheckpointError, match=f"unexpected: {extra}"):
         load_model(open_checkpoint(path))
+
+
+def test_a_tensor_under_two_names_is_not_dropped(
+    tiny_config: Callable[..., dict[str, Any]], tiny_tensors: Callable[..., Tensors], tmp_path: Path
+) -> None:
+    """B09: a tensor that is called already what another one will be."""
+    config = tiny_config()
+    extra = {"model.norm.weight": np.ones(config["hidden_size"], np.float32)}
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_tensors(config), extra_tensors=extra)
+    with pytest.raises(CheckpointError, match=r"output_norm\.weight and model\.norm\.weight are the same tensor"):
+        open_checkpoint(path)
+
+
+def test_a_list_is_no_end_id(
+    tiny_config: Callable[..., dict[str, Any]], tiny_tensors: Callable[..., Tensors], tmp_path: Path
+) -> None:
+    config = tiny_config()
+    ids = {"tokenizer__ggml__eos_token_id": [1, 2]}
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_tensors(config), **ids)
+    with pytest.raises(UnsupportedModelError, match="eos_token_id"):
+        open_checkpoint(path)
 
 
 @pytest.fixture

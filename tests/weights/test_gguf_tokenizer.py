@@ -266,6 +266,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no-merges": ({"merges": ...}, r"needs tokenizer\.ggml\.merges"),
     "no-tokens": ({"tokens": ...}, r"needs tokenizer\.ggml\.tokens"),
     "no-scores": ({"model": "llama"}, r"needs tokenizer\.ggml\.scores"),
+    "kind-is-a-list": ({"pre": ["gpt-2"]}, r"\['gpt-2'\] is not supported"),
+    "types-are-a-number": ({"token_type": NORMAL}, "token_type must be an array, not 1"),
     "types-too-few": ({"token_type": [NORMAL]}, "1 entries in tokenizer.ggml.token_type"),
     "bos-beyond-the-end": ({"bos_token_id": 100000}, "bos_token_id 100000"),
     "eot-beyond-the-end": ({"eot_token_id": 100000}, "eot_token_id 100000"),
@@ -279,6 +281,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_cannot_be_built_is_refused_by_name(changes: dict[str, Any], complaint: str) -> None:
     metadata = metadata_of(reference("gpt-2"), "gpt-2", **changes)
     with pytest.raises(CheckpointError, match=rf"model\.gguf.*{complaint}"):
+        gguf_tokenizer(metadata, FILE)
+
+
+def test_a_chat_template_is_a_text() -> None:
+    metadata = metadata_of(reference("gpt-2"), "gpt-2") | {"tokenizer.chat_template": 5}
+    with pytest.raises(CheckpointError, match="chat_template must be a text, not 5"):
         gguf_tokenizer(metadata, FILE)
 
 

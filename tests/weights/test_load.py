@@ -181,6 +181,16 @@ def test_tied_without_head(tiny_config: Make, tiny_tensors: Make) -> None:
     assert torch.equal(model.embed_weight, tensors[EMBEDDING])
 
 
+def test_tied_with_the_head_alone(tiny_config: Make, tiny_tensors: Make) -> None:
+    """B01: what `safetensors.torch.save_model` leaves of a shared tensor; transformers loads it."""
+    config = tiny_config(tie_word_embeddings=True)
+    tensors = tiny_tensors(config)
+    embedding = tensors.pop(EMBEDDING)
+    model, report = load_model(Stored(config, tensors | {HEAD: embedding}))
+    assert torch.equal(model.embed_weight, embedding)
+    assert report.num_tensors == len(tensors) + 1
+
+
 def test_biases_without_a_flag_are_no_leftovers_to_drop(tiny_config: Make, tiny_tensors: Make) -> None:
     """B09: biases that the config does not announce, and announced ones that are not there."""
     with pytest.raises(NameMismatchError, match=r"unexpected: .*v_proj\.bias"):

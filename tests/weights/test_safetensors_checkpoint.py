@@ -48,6 +48,16 @@ def test_single_file(folder: Make) -> None:
     torch.testing.assert_close(streamed, {"a": A, "b": B, "c": C}, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors"])
+def test_a_link_to_nowhere_is_no_file(folder: Make, name: str) -> None:
+    """What an interrupted download may leave in the hub's cache."""
+    path = folder({"a": A})
+    (path / "model.safetensors").unlink()
+    (path / name).symlink_to(path / "nowhere")
+    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+        open_checkpoint(path)
+
+
 def test_shards(folder: Make) -> None:
     checkpoint = open_checkpoint(folder({FIRST: {"c": C, "a": A}, SECOND: {"b": B}}))
     assert list(checkpoint.tensor_info()) == ["a", "b", "c"]

@@ -325,6 +325,42 @@ def test_a_damaged_file_is_named(folders: dict[str, Path], name: str, content: s
         Tokenizer.from_folder(folder)
 
 
+ODD_CONFIGS: dict[str, tuple[str, Any]] = {
+    "decoder-is-a-list": ("added_tokens_decoder", [1]),
+    "id-is-a-word": ("added_tokens_decoder", {"first": {"content": "<new>"}}),
+    "no-content": ("added_tokens_decoder", {"7": {}}),
+    "token-is-a-number": ("added_tokens_decoder", {"7": 3}),
+    "content-is-a-number": ("added_tokens_decoder", {"7": {"content": 5}}),
+    "flag-is-a-word": ("added_tokens_decoder", {"7": {"content": "<new>", "lstrip": "yes"}}),
+    "specials-are-a-number": ("additional_special_tokens", 3),
+    "special-is-a-number": ("additional_special_tokens", [3]),
+    "template-is-a-number": ("chat_template", 3),
+    "template-entry-is-a-number": ("chat_template", [3]),
+    "template-entry-is-a-list": ("chat_template", [{"name": "default", "template": []}]),
+}
+
+
+@pytest.mark.parametrize(("key", "value"), ODD_CONFIGS.values(), ids=ODD_CONFIGS)
+def test_a_config_of_another_form_is_refused(folders: dict[str, Path], key: str, value: Any, tmp_path: Path) -> None:
+    folder = edit(folders["byte-level"], tmp_path / "edited", {key: value})
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json"):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_chat_template_that_is_no_text_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = edit(folders["byte-level"], tmp_path / "edited", {})
+    (folder / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: is not UTF-8"):
+        Tokenizer.from_folder(folder)
+
+
+def test_ids_that_are_not_there_give_no_text(folders: dict[str, Path]) -> None:
+    tokenizer = load(folders["byte-level"])
+    ids = tokenizer.encode("rain", add_special_tokens=False)
+    assert tokenizer.decode([-1, *ids, tokenizer.vocab_size, 2**40]) == "rain"
+
+
 def test_half_a_surrogate_pair_is_refused(folders: dict[str, Path]) -> None:
     """B55, at the tokenizer: what JSON can hold and UTF-8 cannot."""
     tokenizer = load(folders["byte-level"])
