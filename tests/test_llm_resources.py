@@ -81,6 +81,31 @@ def test_an_exception_in_the_middle_frees_everything(llm: LLM, monkeypatch: pyte
     assert llm.generate("next", ENDLESS)[0].outputs == before
 
 
+def test_a_stream_that_anothers_failure_ends_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its samples has one last delta, without tokens and with a reason."""
+    bystander = llm.stream("kept", SamplingParams(seed=4, max_tokens=60, ignore_eos=True, n=2))
+    next(bystander), next(bystander)
+
+    def fail(batch: object) -> None:
+        raise RuntimeError("a step failed")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(llm._engine._runner, "run", fail)
+        with pytest.raises(RuntimeError, match="a step failed"):
+            llm.generate("another", ENDLESS)
+    assert [(delta.index, delta.token_ids, delta.finish_reason) for delta in bystander] == [
+        (0, [], "abort"),
+        (1, [], "abort"),
+    ]
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("prompts", [None, 3, {"a": 1}, {1, 2}, iter(["a"])], ids=lambda value: type(value).__name__)
+def test_what_is_no_list_of_prompts(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match="prompts must be a text, a list of token ids, or a list of either"):
+        llm.generate(prompts)
+
+
 BAD: dict[str, tuple[Any, Any, str]] = {
     "empty-text": ("", None, "empty"),
     "empty-ids": ([[]], None, "empty"),

@@ -135,11 +135,13 @@ class LLM:
         sequences = self._engine.create(self.encode(prompt), _params(params))
 
         def deltas() -> Generator[StreamDelta]:
-            shown = [0] * len(sequences)
+            shown, has_ended = [0] * len(sequences), [False] * len(sequences)
             for _ in self._run(sequences):
                 for index, sequence in enumerate(sequences):
                     start, shown[index] = shown[index], len(sequence.output_ids)
-                    if start < shown[index]:
+                    # A failed step for another request ends this one, too, without a token.
+                    if start < shown[index] or (sequence.is_finished and not has_ended[index]):
+                        has_ended[index] = sequence.is_finished
                         text = "".join(sequence.output_texts[start:])
                         reason = sequence.finish_reason
                         yield StreamDelta(index, text, sequence.output_ids[start:], reason and reason.value)
@@ -242,6 +244,8 @@ def named_shape(name: str | Path | None) -> ModelConfig:
 
 
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if not isinstance(prompts, Sequence):
+        raise TypeError(f"prompts must be a text, a list of token ids, or a list of either, got {prompts!r}")
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
