@@ -102,8 +102,8 @@ class NameMismatchError(CheckpointError):
 def match_names(config: ModelConfig, stored: Mapping[str, TensorInfo], path: object) -> dict[str, Rows]:
     """Assign every stored tensor of a checkpoint to its rows, ignored buffers aside.
 
-    A head that is stored although it is tied is assigned to the rows of the embedding: as a second source, which must be
-    equal, or as the only one, since `safetensors.torch.save_model` keeps of a shared tensor the name that sorts first.
+    A head that is stored although it is tied is assigned to the rows of the embedding, as a second source, which must
+    be equal, or as the only one: of a shared tensor, `safetensors.torch.save_model` keeps the name that sorts first.
 
     Raises:
         NameMismatchError: any name is missing, unexpected or mis-shaped; `path` is what the message starts with.
