@@ -13,6 +13,9 @@ from ._attention_vector import attention_vector_kernel
 from ._triton import tl, triton
 from .rotary_kv_write import check_rotary, rotary_kv_write_ref, rotated_heads
 
+HEAD_DIMS = range(16, 257)
+"""Head sizes that the kernels are built for; others, which no known model has, go to the references."""
+
 
 def attention_decode_ref(
     q: Tensor,
@@ -218,7 +221,7 @@ def attention_decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """`softmax(scale · q Kᵀ) V` over paged keys; see `attention_decode_ref`."""
-    if not _triton.on_triton(q):
+    if not _triton.on_triton(q) or q.shape[-1] not in HEAD_DIMS:
         return attention_decode_ref(q, k_cache, v_cache, block_tables, seq_lens, scale, window=window, out=out)
     assert q.stride(2) == 1, "the elements of a head of q must be contiguous"
     assert q.shape[2] == k_cache.shape[3], (
@@ -245,7 +248,7 @@ def rotary_attention_decode(
     out: Tensor | None = None,
 ) -> Tensor:
     """Rotation, KV write and attention in one kernel; see `rotary_attention_decode_ref`."""
-    if not _triton.on_triton(qkv):
+    if not _triton.on_triton(qkv) or k_cache.shape[-1] not in HEAD_DIMS:
         return rotary_attention_decode_ref(
             qkv, cos, sin, slot_mapping, k_cache, v_cache, block_tables, seq_lens, scale, q_norm_weight=q_norm_weight,
             k_norm_weight=k_norm_weight, norm_eps=norm_eps, window=window, out=out,
@@ -279,7 +282,7 @@ def _launch(
     if out is None:
         out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} KV heads"
-    assert 16 <= head_dim <= 256, f"head_dim must be 16 to 256, not {head_dim}"
+    assert head_dim in HEAD_DIMS, f"head_dim must be 16 to 256, not {head_dim}"
     assert out.shape == (num_seqs, num_heads, head_dim), "out must be [num_seqs, num_heads, head_dim]"
     assert out.stride(2) == 1, "the elements of a head of out must be contiguous"
     assert v_cache.shape == k_cache.shape, "k_cache and v_cache must have one shape"
