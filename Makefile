@@ -32,7 +32,7 @@ demo: $(WITH_GGUF) $(WITH_MODEL)
 	$(BIN)/ostinato generate --chat --temperature 0 --dtype float32 "$(DEMO_PROMPT)"
 
 test: lint $(WITH_MODEL)
-	$(BIN)/pytest -ra
+	OMP_NUM_THREADS=1 $(BIN)/pytest -ra -n auto
 
 lint: $(WITH_DEV)
 	$(BIN)/ruff format --check

@@ -55,7 +55,19 @@ def cpu_load() -> str:
     return table(["stored as", "loaded as", "weights", "peak / weights"], rows)
 
 
-TABLES = {"cpu_generate": cpu_generate, "cpu_load": cpu_load}
+def gpu_step() -> str:
+    head, *cells = [json.loads(line) for line in (RESULTS / "h200-step.jsonl").read_text().splitlines()]
+    rows = []
+    for cell in cells:
+        _, model, batch = cell["id"].replace("/", ":").split(":")
+        share = f"{100 * cell['share']:.0f} %"
+        rows.append([model, batch, f"{cell['median'] / 1000:.3f}", share, f"{cell['eager'] / 1000:.1f}"])
+    columns = ["model", "batch", "one graph, ms", "share of the read ceiling", "eager, ms"]
+    where = f"{head['device']}, torch {head['torch']}, Triton {head['triton']}, {head['date'][:10]}"
+    return f"{table(columns, rows)}\n\n{where}; read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s"
+
+
+TABLES = {"cpu_generate": cpu_generate, "cpu_load": cpu_load, "gpu_step": gpu_step}
 
 
 def fill(text: str) -> str:
