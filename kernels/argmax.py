@@ -16,12 +16,16 @@ def greedy_ref(logits: Tensor, *, vocab_limit: int | None = None, out: Tensor | 
     indices where values are equal); topk and sort leave the order of equal values open. Half-precision logits are
     widened, which changes no comparison and is faster on a CPU.
 
+    NaN counts as -inf, which torch.argmax would prefer to all else: overflow in half precision makes whole rows of it,
+    and the id must be one of the vocabulary even then, for the next step reads the embedding there.
+
     Args:
-        logits: `[num_rows, vocab_size]`, any float dtype, without NaN.
+        logits: `[num_rows, vocab_size]`, any float dtype.
         vocab_limit: only ids below it can win: the tokenizer's range, where the model's vocabulary is padded.
         out: `[num_rows]` int64, written and returned when given.
     """
-    return torch.argmax(logits[:, :vocab_limit].float(), dim=-1, out=out)
+    values = torch.nan_to_num(logits[:, :vocab_limit].float(), nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return torch.argmax(values, dim=-1, out=out)
 
 
 @triton.jit(do_not_specialize=["limit", "num_chunks"])
@@ -36,6 +40,7 @@ def _greedy_chunks_kernel(logits_ptr, values_ptr, ids_ptr, limit, num_chunks, st
     chunk = tl.program_id(0)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + row * stride + ids, mask=ids < limit, other=float("-inf")).to(tl.float32)
+    logits = tl.where(logits == logits, logits, float("-inf"))
     largest = tl.max(logits, 0)
     winner = tl.min(tl.where((logits == largest) & (ids < limit), ids, 2147483647), 0)
     tl.store(values_ptr + row * num_chunks + chunk, largest)

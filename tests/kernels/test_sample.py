@@ -137,7 +137,7 @@ def test_whatever_the_logits_are_the_token_is_in_the_vocabulary(row: list[float]
         for seed in range(10):
             (token_id,) = draw(torch.tensor([row]), [{"temperature": temperature, "seed": seed, **filters}]).tolist()
             assert 0 <= token_id < 5
-            assert temperature == 0 or math.isnan(row[0]) or not math.isnan(row[token_id])
+            assert math.isnan(row[0]) or not math.isnan(row[token_id])
 
 
 def test_b24_edges_of_top_k() -> None:

@@ -132,3 +132,16 @@ def test_greedy(vocab: int, draw: Draw) -> None:
     limited = greedy(logits, vocab_limit=vocab - 1)
     assert torch.equal(limited, greedy_ref(logits, vocab_limit=vocab - 1))
     assert limited[3] < vocab - 1
+
+
+@pytest.mark.parametrize("vocab", [3, 4096, 49152 // 4 + 1], ids=str)
+def test_greedy_of_nan(vocab: int, draw: Draw) -> None:
+    """A row of NaN, as overflow leaves it, gives an id of the vocabulary; a single NaN never wins."""
+    logits = draw(3, vocab)
+    logits[0] = float("nan")
+    logits[1, : vocab // 2 + 1] = float("nan")
+    logits[2, 0] = float("nan")
+    token_ids = greedy(logits)
+    assert torch.equal(token_ids, greedy_ref(logits))
+    assert token_ids[0] == 0
+    assert not logits[[1, 2], token_ids[1:]].isnan().any()
