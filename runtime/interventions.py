@@ -85,7 +85,7 @@ class Hooks:
                 continue
             if hook.where is None:
                 changed = hook.function(hidden, tuple(rows))
-                _check(changed, hidden)
+                _check(changed, hidden, "a hook must return None or hidden states")
                 if changed is not None and changed is not hidden:
                     hidden.copy_(changed)
                 continue
@@ -104,14 +104,14 @@ class Hooks:
                 index = torch.tensor(tokens, device=hidden.device)
                 part = hidden.index_select(0, index)
                 changed = hook.function(part, tuple(chosen))
-                _check(changed, part)
+                _check(changed, part, "a hook must return None or hidden states")
                 hidden.index_copy_(0, index, part if changed is None else changed.to(hidden.dtype))
 
 
-def _check(changed: Tensor | None, given: Tensor) -> None:
+def _check(changed: Tensor | None, given: Tensor, rule: str) -> None:
     if changed is not None and (not isinstance(changed, Tensor) or changed.shape != given.shape):
         got = tuple(changed.shape) if isinstance(changed, Tensor) else repr(changed)
-        raise ValueError(f"a hook must return None or hidden states of shape {tuple(given.shape)}, got {got}")
+        raise ValueError(f"{rule} of shape {tuple(given.shape)}, got {got}")
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
@@ -121,18 +121,15 @@ def edit_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
         logits: `[num_rows, vocab_size]`, one row for each sequence.
 
     Raises:
-        ValueError: a processor's result has another shape, or no token is allowed.
+        ValueError: a processor's result is no tensor of the row's shape, an allowed id is outside the vocabulary, or no
+            token is allowed.
     """
     for row, sequence in zip(logits, sequences, strict=True):
         params = sequence.params
         for processor in params.logits_processors:
             changed = processor(sequence.prompt_ids, sequence.output_ids, row)
             if changed is not None and changed is not row:
-                if changed.shape != row.shape:
-                    raise ValueError(
-                        f"a logits processor must return None or logits of shape {tuple(row.shape)}, "
-                        f"got {tuple(changed.shape)}"
-                    )
+                _check(changed, row, "a logits processor must return None or logits")
                 row.copy_(changed)
         allowed = params.allowed_token_ids
         if allowed is not None:
@@ -154,7 +151,10 @@ def _mask(ids: Sequence[int] | Tensor, row: Tensor) -> Tensor:
         mask = ids.to(row.device)
     else:
         mask = torch.zeros_like(row, dtype=torch.bool)
-        mask[torch.as_tensor(ids, dtype=torch.int64, device=row.device)] = True
+        index = torch.as_tensor(ids, dtype=torch.int64, device=row.device)
+        if not bool(((index >= 0) & (index < len(row))).all()):
+            raise ValueError(f"allowed_token_ids must be in 0 ... {len(row) - 1}, got {ids!r}")
+        mask[index] = True
     if mask.shape != row.shape or not bool(mask.any()):
         raise ValueError(f"allowed_token_ids must allow at least 1 of {len(row)} tokens, got {ids!r}")
     return mask

@@ -203,9 +203,14 @@ def test_what_masks_and_processors_must_be(small: Callable[[str], LLM]) -> None:
     nothing = SamplingParams(allowed_token_ids=lambda prompt, out: torch.zeros(len(llm.encode("a")), dtype=torch.bool))
     with pytest.raises(ValueError, match="must allow at least 1"):
         llm.generate("a", nothing)
-    wrong = SamplingParams(logits_processors=[lambda prompt, out, logits: logits[:3]])
-    with pytest.raises(ValueError, match="a logits processor must return None or logits of shape"):
-        llm.generate("a", wrong)
+    for ids in ([-1], [llm.model_config.vocab_size]):
+        outside = SamplingParams(allowed_token_ids=lambda prompt, out, ids=ids: ids)  # type: ignore[misc]
+        with pytest.raises(ValueError, match=r"allowed_token_ids must be in 0 \.\.\. \d+, got"):
+            llm.generate("a", outside)
+    for result in (torch.zeros(3), [0.0]):
+        wrong = SamplingParams(logits_processors=[lambda prompt, out, logits, result=result: result])  # type: ignore[misc]
+        with pytest.raises(ValueError, match="a logits processor must return None or logits of shape"):
+            llm.generate("a", wrong)
 
 
 # The real model
