@@ -160,7 +160,7 @@ def _rope_scaling(
             raise CheckpointError(f"{reader.path}: has both {ROPE_FACTORS} and rope scaling of type {kind!r}")
         try:
             return llama3_scaling(rope_factors.flatten().tolist(), theta, head_dim)
-        except ValueError as error:
+        except (ValueError, ArithmeticError) as error:
             raise CheckpointError(f"{reader.path}: {ROPE_FACTORS} is not Llama 3's scaling: {error}") from error
     if kind == "none":
         kind = "linear" if factor != 1.0 else "default"
@@ -186,6 +186,8 @@ def llama3_scaling(factors: Sequence[float], theta: float, head_dim: int) -> dic
     """
     if len(factors) != head_dim // 2:
         raise ValueError(f"{len(factors)} factors for {head_dim // 2} frequencies")
+    if not all(map(math.isfinite, factors)):
+        raise ValueError(f"a frequency is divided by {next(f for f in factors if not math.isfinite(f))}")
     if all(factor == 1.0 for factor in factors):
         return None
     factor = max(factors)

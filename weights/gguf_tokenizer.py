@@ -55,6 +55,10 @@ WORD_KINDS = {
 """By `tokenizer.ggml.pre`. `default`, as files are marked that do not say, is taken to be GPT-2's."""
 
 
+MAX_PIECE_LENGTH = 256
+"""Characters of a SentencePiece piece: its merges take its length squared, and real pieces have fewer than 50."""
+
+
 class TokenType(IntEnum):
     """`tokenizer.ggml.token_type`."""
 
@@ -236,6 +240,9 @@ def _merges_from_scores(vocabulary: _Vocabulary, scores: list[float]) -> list[tu
         for token, kind, value in zip(vocabulary.tokens, vocabulary.types, scores, strict=True)
         if kind == TokenType.NORMAL
     }
+    longest = max(map(len, score), default=0)
+    if longest > MAX_PIECE_LENGTH:
+        raise ValueError(f"a piece has {longest} characters, the limit is {MAX_PIECE_LENGTH}")
     pieces = sorted((piece for piece in score if len(piece) > 1), key=lambda piece: -score[piece])
     return [
         (piece[:cut], piece[cut:])

@@ -396,6 +396,8 @@ ROPE_REFUSED: dict[str, tuple[list[float], dict[str, Any], str]] = {
     "not-llama3": ([1.0, 2.0, 1.5], {}, "is not Llama 3's scaling"),
     "all-alike": ([4.0, 4.0, 4.0], {}, "no frequency lies between"),
     "too-few": ([1.0, 2.0], {}, "2 factors for 3"),
+    "infinite": ([1.5, float("inf"), 2.0], {}, "divided by inf"),
+    "bounds-meet": ([2.0, 7.9999, 8.0], {"llama__rope__freq_base": 1.0000001}, "is not Llama 3's scaling"),
     "one-frequency": ([1.5, 2.0, 8.0], {"llama__rope__freq_base": 1.0}, "is not Llama 3's scaling"),
     "with-linear": ([1.0, 2.0, 4.0], {"llama__rope__scaling__type": "linear"}, "both rope_freqs.weight and"),
 }

@@ -284,6 +284,14 @@ def test_what_cannot_be_built_is_refused_by_name(changes: dict[str, Any], compla
         gguf_tokenizer(metadata, FILE)
 
 
+def test_a_piece_of_any_length_is_not_taken_apart() -> None:
+    """A few megabytes of long pieces would become gigabytes of merges."""
+    pieces = {"tokens": ["<unk>", "a", "a" * 257], "scores": [0.0] * 3, "token_type": [UNKNOWN, NORMAL, NORMAL]}
+    metadata = {f"tokenizer.ggml.{key}": value for key, value in {"model": "llama", **pieces}.items()}
+    with pytest.raises(CheckpointError, match="a piece has 257 characters, the limit is 256"):
+        gguf_tokenizer(metadata, FILE)
+
+
 def test_a_chat_template_is_a_text() -> None:
     metadata = metadata_of(reference("gpt-2"), "gpt-2") | {"tokenizer.chat_template": 5}
     with pytest.raises(CheckpointError, match="chat_template must be a text, not 5"):
