@@ -188,6 +188,10 @@ class _Reader:
     def refuse_unsupported(self) -> None:
         for key, accepted in NEUTRAL.items():
             value = self.config.get(key)
+            if key == "sliding_window" and self.config.get("use_sliding_window") is False:
+                continue  # a size that is switched off
+            if key == "layer_types" and isinstance(value, list) and set(value) <= {"full_attention"}:
+                continue
             if value is not None and value not in accepted:
                 allowed = " or ".join((*map(repr, accepted), "null"))
                 raise UnsupportedModelError(f"config key {key} = {value!r} is not supported; supported: {allowed}")

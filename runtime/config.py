@@ -75,6 +75,10 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
+        for name in ("enable_decode_graphs", "split_large_batches", "require_graphs"):
+            value = getattr(self, name)
+            if not isinstance(value, bool) and not (value is None and name == "enable_decode_graphs"):
+                raise ValueError(f"{name} must be True or False, got {value!r}")
         for name, choices in (("graphs", GRAPH_MODES), ("capture", CAPTURE_MODES)):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")

@@ -416,3 +416,13 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_named_shapes_have_the_published_number_of_parameters(name: str) -> None:
     assert SHAPES[name].num_parameters == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"sliding_window": 4096, "use_sliding_window": False}, {"layer_types": ["full_attention", "full_attention"]}],
+    ids=["window switched off", "every layer full"],
+)
+def test_spellings_of_full_attention_are_neutral(change: dict[str, Any]) -> None:
+    """B35: the config turns the window off, and every token sees all keys."""
+    assert translate(**change) == translate()

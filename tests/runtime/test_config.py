@@ -179,3 +179,11 @@ def test_a_pool_without_one_block_is_refused_with_both_numbers(model_config: Mak
     with pytest.raises(ValueError, match=rf"^{available} bytes .*\b{least} bytes"):
         plan_kv_cache(config, model, torch.float32, available)
     assert plan_kv_cache(config, model, torch.float32, least).max_model_len == 16
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("enable_decode_graphs", "no"), ("require_graphs", 1), ("split_large_batches", None)]
+)
+def test_switches_are_true_or_false(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"^{name} must be True or False, got {value!r}"):
+        EngineConfig(**{name: value})
