@@ -22,6 +22,7 @@ from .graph_reason import Path
 from .graph_report import GraphReport, coverage_lines, graph_report
 from .interventions import Hooks
 from .model_runner import ModelRunner
+from .rank_agreement import graphs_required
 from .sampler import MAX_BANNED_IDS, Sampler
 from .sampling_params import SamplingParams
 from .scheduler import Scheduler
@@ -237,7 +238,7 @@ def graph_plan(config: EngineConfig) -> tuple[DecodePolicy, GraphSettings]:
         path={"off": Path.EAGER, "whole": Path.WHOLE, "piecewise": Path.PIECEWISE}[mode],
         forced=config.enable_decode_graphs is False,
         lazy_steps=max(1, config.graph_warmup_steps) if config.capture == "lazy" else None,
-        required=config.require_graphs,
+        required=graphs_required(config.require_graphs),
     )
     settings = GraphSettings(
         sizes=capture_sizes(config.capture_sizes, config.max_num_seqs),

@@ -124,6 +124,7 @@ class PiecewiseCudaGraphRunner:
         resources = GraphResources(self.resources.backend, pool, self.resources.buffers, self.resources.planners)
         self.name = self.label if self.node_name is None else f"{self.node_name}.{self.label}"
         self._slot: int | None = None
+        self._leased: SlotLease | None = None
         self._region = _Region(self)
         self._runner = CudaGraphRunner(
             self.name,
@@ -190,13 +191,17 @@ class PiecewiseCudaGraphRunner:
         return self._select(batch_size, total_tokens) is not None
 
     def lease_slot(self, batch_size: int, total_tokens: int | None = None) -> SlotLease | None:
-        """What `run` would replay for this batch, asked before the forward."""
+        """What the next `run` of this batch replays, asked before the forward: asked again, it is the same."""
         key = self._select(batch_size, total_tokens)
-        return None if key is None else self._runner.lease(key, self._slot)
+        if key is None:
+            return None
+        if self._leased is None or self._leased.key != key:
+            self._leased = self._runner.lease(key, self._slot)
+        return self._leased
 
     def set_slot(self, slot: int) -> None:
         """Replay this graph slot from now on."""
-        self._slot = slot
+        self._slot, self._leased = slot, None
 
     def run(
         self,
@@ -227,7 +232,7 @@ class PiecewiseCudaGraphRunner:
         ids = list(request_ids) if request_ids is not None else list(range(bs))
         rows = [RowInputs(rid, length, {}) for rid, length in zip(ids, lens, strict=True)]
         info = {rid: RowInfo(rid, self.label) for rid in ids}
-        lease = self.lease_slot(bs, max(sum(lens), num_rows))
+        lease, self._leased = self.lease_slot(bs, max(sum(lens), num_rows)), None
         if lease is None:
             return self._run_eager(static_inputs, rows, info, sum(lens))
         step = self.step_runner.declare(

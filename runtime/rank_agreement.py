@@ -49,14 +49,17 @@ def barrier(comm_group: Any) -> None:
         distributed.barrier(group=comm_group)
 
 
-def fail_if_graphs_required(missing: Sequence[str], required: bool = False) -> None:
-    """Refuse to start where graphs are required and some are missing.
+def graphs_required(required: bool = False) -> bool:
+    """Whether graphs are required: by `required`, or by the environment, `OSTINATO_REQUIRE_CUDA_GRAPHS=1`."""
+    return required or os.environ.get(REQUIRE_VARIABLE) == "1"
 
-    Required by `required`, or by the environment: `OSTINATO_REQUIRE_CUDA_GRAPHS=1`.
+
+def fail_if_graphs_required(missing: Sequence[str], required: bool = False) -> None:
+    """Refuse to start where graphs are required, as `graphs_required` says, and some are missing.
 
     Raises:
         GraphsRequiredError: lists all that is missing.
     """
-    if missing and (required or os.environ.get(REQUIRE_VARIABLE) == "1"):
+    if missing and graphs_required(required):
         lines = "\n".join(f"  {one}" for one in missing)
         raise GraphsRequiredError(f"CUDA graphs are required, but {len(missing)} are missing:\n{lines}")

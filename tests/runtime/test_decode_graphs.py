@@ -439,8 +439,13 @@ def test_required_graphs_that_are_missing_are_one_error_at_start(
         engine()
 
 
-def test_required_graphs_make_an_eager_decode_step_an_error(engine: Callable[..., Engine], generate: Generate) -> None:
-    one = engine(require_graphs=True)
+@pytest.mark.parametrize("by", ["config", "environment"])
+def test_required_graphs_make_an_eager_decode_step_an_error(
+    engine: Callable[..., Engine], generate: Generate, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    if by == "environment":
+        monkeypatch.setenv("OSTINATO_REQUIRE_CUDA_GRAPHS", "1")
+    one = engine(require_graphs=by == "config")
     for size in SIZES:
         drop_size(one, size)
     with pytest.raises(GraphsRequiredError, match="2 rows would run eagerly"):

@@ -24,7 +24,7 @@ from ostinato.runtime.piecewise_runner import (
     PiecewiseGraphData,
     PiecewiseGraphKey,
 )
-from ostinato.runtime.static_buffers import GraphResources, StaticBuffers
+from ostinato.runtime.static_buffers import GraphResources, Planner, StaticBuffers
 from ostinato.runtime.tape_graph import TapeBackend
 
 CPU = torch.device("cpu")
@@ -269,6 +269,24 @@ def test_leases_and_slots() -> None:
     assert runner.lease_slot(3) == runner.lease_slot(4)
     assert not runner.lease_before_step
     assert list(runner.CAPTURE_BATCH_SIZES) == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_slot_that_is_leased_ahead_is_the_one_that_runs() -> None:
+    """With two slots: asked twice it is the same, the next run takes it, and the one after that the other."""
+    regions = Regions(1)
+    resources = GraphResources(regions.backend, regions.resources.pool, StaticBuffers(CPU), (Planner(),))
+    runner = PiecewiseCudaGraphRunner("two", regions.runners[0].config, resources, regions.steps, CPU, None, 2)
+    runner.prepare_for_capture()
+    runner.warmup_and_capture()
+    [key] = [key for key in runner.bucket_keys() if key.bs == 4]
+    for slot in (0, 1, 0):
+        assert runner.lease_slot(3) == runner.lease_slot(4) == SlotLease(key, slot)
+        runner.run({"x": torch.randn(3, WIDTH)})
+        assert regions.steps.calls[-2] == ("plan", "two", 4, slot)
+    runner.lease_slot(3)
+    runner.set_slot(0)
+    runner.run({"x": torch.randn(3, WIDTH)})
+    assert regions.steps.calls[-2] == ("plan", "two", 4, 0)
 
 
 def test_a_dropped_shape_runs_eagerly_with_its_reason() -> None:
