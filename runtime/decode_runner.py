@@ -129,8 +129,11 @@ class DecodeRunner:
         Raises:
             GraphsRequiredError: graphs are required, and part of the step would run eagerly.
         """
-        if self.graphs is not None:
-            self.graphs.recut(self._hooks.layers)
+        if self.graphs is not None and self.graphs.recut(self._hooks.layers):
+            # What failed may have been a region that is gone: the bucket gets another attempt.
+            tried = [at for at, one in self._machines.items() if at[0] is Path.PIECEWISE and not one.is_enabled]
+            for at in tried:
+                del self._machines[at]
         results = []
         for chunk in self.decide(self.batch_of(sequences)):
             started = time.perf_counter()

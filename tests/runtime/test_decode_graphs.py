@@ -426,6 +426,26 @@ def test_a_late_capture_that_fails_is_not_tried_again(
     assert "run eagerly: the bucket's capture failed" in caplog.text
 
 
+def test_a_late_capture_that_failed_is_tried_again_when_the_blocks_are_cut_anew(
+    engine: Callable[..., Engine], generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else every later step would be eager, and be told to be a warm-up."""
+    backend = FailingBackend("begin", at=1)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
+    one = engine(graphs="piecewise", capture="lazy", graph_warmup_steps=1, max_num_seqs=1, capture_sizes=(1,))
+    counts = one.decode_runner.counters.by_reason
+    generate(one, *requests(1, GREEDY))
+    assert (counts[Reason.WARMUP], counts[Reason.CAPTURE_FAILED]) == (1, 5)
+    handle = one.hooks.add(1, lambda hidden, rows: None)
+    generate(one, *requests(1, GREEDY))
+    handle.remove()
+    assert (counts[Reason.WARMUP], counts[Reason.HOOK]) == (2, 5)
+    generate(one, *requests(1, GREEDY))
+    assert counts[Reason.PIECEWISE] == 6
+    assert one.decode_runner.graphs is not None
+    assert len(one.decode_runner.graphs.blocks) == 1, "the hook is gone, and its cut with it"
+
+
 def test_required_graphs_that_are_missing_are_one_error_at_start(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
