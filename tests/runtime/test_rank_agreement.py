@@ -65,9 +65,12 @@ def test_flags_are_anded_and_counts_must_match() -> None:
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
-def test_a_capture_that_fails_on_one_rank_is_dropped_on_both() -> None:
+@pytest.mark.parametrize("stage", ["warm-up", "begin", "mid-capture", "end", "instantiate"])
+def test_a_capture_that_fails_on_one_rank_is_dropped_on_both(stage: str) -> None:
     """Both ranks drop the bucket, pass as many barriers, and serve the rest; the failing rank is not the last one."""
-    outputs = run_two_ranks("""
+    outputs = run_two_ranks(
+        f"stage = {stage!r}\n"
+        + textwrap.dedent("""
         from ostinato.model import ModelConfig, RotaryConfig
         from ostinato.runtime.bucket_capture import Capturer
         from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
@@ -76,6 +79,22 @@ def test_a_capture_that_fails_on_one_rank_is_dropped_on_both() -> None:
         from ostinato.runtime.graph_buckets import CudaGraphConfig
         from ostinato.runtime.static_buffers import GraphResources, StaticBuffers
         from ostinato.runtime.tape_graph import TapeBackend
+
+        class FailingBackend(TapeBackend):
+            captures = 0
+            def begin(self, graph, pool):
+                self.captures += 1
+                self.fail("begin")
+                super().begin(graph, pool)
+            def end(self, graph):
+                self.fail("end")
+                super().end(graph)
+            def instantiate(self, graph):
+                self.fail("instantiate")
+                super().instantiate(graph)
+            def fail(self, at):
+                if rank == 0 and stage == at and self.captures == 2:  # bucket 2, after bucket 4
+                    raise RuntimeError("forced on rank 0")
 
         class Forward:
             calls = 0
@@ -86,12 +105,13 @@ def test_a_capture_that_fails_on_one_rank_is_dropped_on_both() -> None:
             def template_row(self, config, rid): return RowInputs(rid, 1, {})
             def forward(self, key, inputs):
                 self.calls += 1
-                if rank == 0 and key.bs == 2 and self.calls == 6:  # its capture, after the three calls of bucket 4
+                # After the three calls of bucket 4: a warm-up, or the capture that follows the second one.
+                if rank == 0 and self.calls == {"warm-up": 4, "mid-capture": 6}.get(stage):
                     raise RuntimeError("forced on rank 0")
                 return {"y": inputs["x"] + 1}
 
         logging.disable(logging.CRITICAL)
-        backend, buffers = TapeBackend(), StaticBuffers(cpu)
+        backend, buffers = FailingBackend(), StaticBuffers(cpu)
         resources = GraphResources(backend, backend.new_pool(), buffers)
         runner = CudaGraphRunner("toy", Forward(), resources, DecodeSteps(), cpu, None, group, 1)
         runner.prepare_for_capture()
@@ -102,6 +122,7 @@ def test_a_capture_that_fails_on_one_rank_is_dropped_on_both() -> None:
         print(lease.key.bs, runner.run_forward(lease, {"x": torch.tensor([1.0, 2.0])})["y"].tolist())
         print(runner.captures_walk("decode"), [runner.has(key) for key in runner.bucket_keys()])
     """)
+    )
     served = "4 [2.0, 3.0, 1.0, 1.0]\nTrue"
     assert outputs[0].startswith("[2] CAPTURE_FAILED RuntimeError: forced on rank 0\n" + served)
     assert outputs[1].startswith("[2] RANK_DISAGREED another rank has no graph for it\n" + served)
