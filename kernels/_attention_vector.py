@@ -28,8 +28,7 @@ def attention_vector_kernel(
     """The same as `_attention_decode_kernel`, one query head after another over a tile of keys held in registers.
 
     At batch 1 the time is latency, not bandwidth: no copy to shared memory, no padding to a matrix instruction, and
-    with one warp no barrier. Hardly any shared memory also means the same split of L1 as the projections around it,
-    so that their programs share multiprocessors with these. BLOCK_G and STAGES are not used.
+    with one warp no barrier. BLOCK_G and STAGES are not used.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
