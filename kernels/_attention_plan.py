@@ -31,7 +31,7 @@ def attention_plan(
     """The plan for a bucket: everything here is known on the host before a capture.
 
     Few short sequences are a matter of latency, and go without tensor cores: alone that is slower, within a decode step
-    on an H200 faster (0.761 against 0.824 ms for Llama-3.2-1B at batch 1 and 1k keys). Why has not been measured; perhaps
+    on an H200 faster (0.761 against 0.824 ms for Llama-3.2-1B at batch 1 and 1k keys). Why is not measured; perhaps
     its programs, which need no shared memory, share a multiprocessor with those of the projections around them.
 
     Args:
