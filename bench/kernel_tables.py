@@ -49,7 +49,8 @@ then waits. The KV cache is `[num_blocks, num_kv_heads, block_size, head_dim]`.
 Graph replays timed with events, the median of many; every graph runs over the weights or caches of many layers, so that
 nothing is served from the L2. *Share* is (bytes that must move) / time over the read ceiling, which is measured first
 in the same process by streaming 4 GB. The records are in `bench/results/`; this page is made from them by
-`bench/kernel_tables.py`.
+`bench/kernel_tables.py`. Projections and attention were timed with several plans each, the fastest is shown, and
+the plans were adjusted afterwards: a run of what ships may come out lower. The whole steps ran what ships.
 """
 
 
