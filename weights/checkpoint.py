@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..model.config import ModelConfig
+from ..model.config import ModelConfig, UnsupportedModelError
+from .files import CheckpointError, one_line, shorten
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-
-class CheckpointError(ValueError):
-    """A checkpoint that is damaged, incomplete, of a kind that is not supported, or not what its config says."""
+__all__ = ["Checkpoint", "CheckpointError", "TensorInfo", "model_config", "open_checkpoint", "shorten"]
 
 
 @dataclass(frozen=True)
@@ -80,12 +79,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         CheckpointError: nothing there, or something that is not a sound checkpoint.
         UnsupportedModelError: the config asks for what the model folder cannot do.
     """
-    if path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path}: no such file or folder") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from error
+    if stat.S_ISDIR(mode):
         from .safetensors_checkpoint import SafetensorsCheckpoint
 
         return SafetensorsCheckpoint(path)
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file or folder")
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{path}: is neither a folder nor a regular file")
     if path.suffix != ".gguf":
         raise CheckpointError(f"{path}: expected a folder with config.json and safetensors, or a .gguf file")
     from .gguf_checkpoint import GGUFCheckpoint
@@ -93,20 +98,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GGUFCheckpoint(path)
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that must hold an object; CheckpointError names the file otherwise."""
+def model_config(config: Mapping[str, Any], source: Path) -> ModelConfig:
+    """`ModelConfig.from_hf`, with the file in front of what it complains of."""
     try:
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror or error}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, not {type(value).__name__}")
-    return value
-
-
-def shorten(items: Sequence[str], limit: int = 12) -> str:
-    """The items as one line of an error message, which says how many it leaves out."""
-    more = f" and {len(items) - limit} more" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more
+        return ModelConfig.from_hf(config)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(one_line(f"{source}: {error}")) from error

@@ -1,14 +1,18 @@
 """The tokenizer of a Hugging Face folder."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
 
-from .checkpoint import CheckpointError, read_json_object
-from .tokenizer import Tokenizer
+from .files import CheckpointError, list_folder, read_file, read_json_object, read_optional, read_text
+from .tokenizer import Tokenizer, library_errors
+
+TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FOLDER = "additional_chat_templates"
+OLD_TEMPLATE_FILE = "chat_template.json"
 
 OTHER_FILES = (
     "tokenizer.model",
@@ -24,47 +28,52 @@ OTHER_FILES = (
 """Files that show that a folder means to bring a tokenizer; without `tokenizer.json` they are not enough."""
 
 
-def folder_tokenizer(path: Path) -> Tokenizer | None:
+def folder_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer | None:
     """Read `tokenizer.json`, and the files beside it where they are.
 
     `tokenizer_config.json` and `special_tokens_map.json` name the special tokens and may add tokens. What is put around
     a text is for `tokenizer.json` alone to say: as in transformers 5, `add_bos_token` and `add_eos_token` beside it are
-    passed over. The chat template is `chat_template.jinja`, else the config's `chat_template`: a string, or several
-    with names, of which `default` or the only one counts.
+    passed over.
+
+    Chat templates are `chat_template.jinja` and, by name, `additional_chat_templates/*.jinja`; else the config's
+    `chat_template`, a text or several with names; else that of `chat_template.json`.
+
+    Args:
+        vocab_size: of the model, which the tokenizer must fit; None: not known.
 
     Returns:
         None when there are no tokenizer files at all.
 
     Raises:
-        CheckpointError: there is a tokenizer, but no `tokenizer.json`; or a file is damaged.
+        CheckpointError: there is a tokenizer, but no `tokenizer.json`; a file is damaged; or the tokenizer is another
+            model's: `Tokenizer.check_vocabulary`.
     """
+    names = list_folder(path)
     file = path / "tokenizer.json"
-    if not file.is_file():
-        found = [name for name in OTHER_FILES if (path / name).is_file()]
+    if file.name not in names:
+        found = [name for name in OTHER_FILES if name in names]
         if not found:
             return None
         raise CheckpointError(
             f"{path}: has {', '.join(found)} but no tokenizer.json, the only kind of tokenizer that can be read; "
             "transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises nothing more special
-        raise CheckpointError(f"{file}: is not a tokenizer that can be read: {error}") from error
-    config = _read_optional(path / "tokenizer_config.json")
+    data = read_file(file)
+    with library_errors(f"{file}: is not a tokenizer that can be read"):
+        backend = tokenizers.Tokenizer.from_buffer(data)
+    config = read_optional(path, "tokenizer_config.json", names)
     if "added_tokens_decoder" not in config:  # a config that has it is complete, and a map beside it only a leftover
-        config |= _read_optional(path / "special_tokens_map.json")
+        config |= read_optional(path, "special_tokens_map.json", names)
     special_tokens = _special_tokens(config)
-    try:
+    with library_errors(f"{path}: tokenizer_config.json adds tokens in an unknown form"):
         _add_tokens(backend, config, special_tokens)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: tokenizer_config.json adds tokens in an unknown form: {error}") from error
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
-    return Tokenizer(backend, special_tokens=special_tokens, chat_template=_chat_template(path, config))
-
-
-def _read_optional(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if path.is_file() else {}
+    chat_templates = _chat_templates(path, names, config)
+    with library_errors(f"{file}: is not a tokenizer that can be used"):
+        tokenizer = Tokenizer(backend, special_tokens=special_tokens, chat_templates=chat_templates)
+    if vocab_size is not None:
+        tokenizer.check_vocabulary(vocab_size, path)
+    return tokenizer
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -93,18 +102,23 @@ def _added_token(value: str | dict[str, Any], special: bool = False) -> AddedTok
     return AddedToken(value["content"], special=special or bool(value.get("special")), **fields)
 
 
-def _chat_template(path: Path, config: Mapping[str, Any]) -> str | None:
-    file = path / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file}: is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    template = config.get("chat_template")
-    if isinstance(template, list) and all(isinstance(entry, dict) for entry in template):
-        template = {entry.get("name"): entry.get("template") for entry in template}
-    if isinstance(template, dict):
-        template = template.get("default", next(iter(template.values())) if len(template) == 1 else None)
-    if template is not None and not isinstance(template, str):
-        raise CheckpointError(f"{path / 'tokenizer_config.json'}: chat_template must be a text, not {template!r}")
-    return template
+def _chat_templates(path: Path, names: Set[str], config: Mapping[str, Any]) -> dict[str, str]:
+    templates = {"default": read_text(path / TEMPLATE_FILE)} if TEMPLATE_FILE in names else {}
+    if TEMPLATE_FOLDER in names:
+        folder = path / TEMPLATE_FOLDER
+        files = sorted(name for name in list_folder(folder) if name.endswith(".jinja"))
+        templates |= {name.removesuffix(".jinja"): read_text(folder / name) for name in files}
+    if templates:
+        return templates
+    source, written = path / "tokenizer_config.json", config.get("chat_template")
+    if written is None and OLD_TEMPLATE_FILE in names:
+        source = path / OLD_TEMPLATE_FILE
+        written = read_json_object(source).get("chat_template")
+    if isinstance(written, list) and all(isinstance(entry, dict) for entry in written):
+        written = {entry.get("name"): entry.get("template") for entry in written}
+    if isinstance(written, str):
+        written = {"default": written}
+    found = {} if written is None else written
+    if not isinstance(found, dict) or not all(isinstance(text, str) for pair in found.items() for text in pair):
+        raise CheckpointError(f"{source}: chat_template must be a text, or texts by name, not {written!r}")
+    return found

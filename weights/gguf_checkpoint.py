@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..model.config import ModelConfig
-from .checkpoint import Checkpoint, CheckpointError, TensorInfo
+from .checkpoint import Checkpoint, TensorInfo, model_config
+from .files import CheckpointError
 from .gguf_config import ROPE_FACTORS, hf_config
 from .gguf_file import GGUFFile, GGUFTensor
 from .gguf_tokenizer import gguf_tokenizer
@@ -46,7 +46,7 @@ class GGUFCheckpoint(Checkpoint):
         self._file = GGUFFile(path)
         factors = self._file.tensors.get(ROPE_FACTORS)
         config = hf_config(self._file, None if factors is None else self._file.read(factors))
-        self.config = ModelConfig.from_hf(config)
+        self.config = model_config(config, path)
         self.generation_config: dict[str, Any] = {}
         weights: dict[str, GGUFTensor] = {}
         for tensor in self._file.tensors.values():
@@ -77,7 +77,10 @@ class GGUFCheckpoint(Checkpoint):
             yield name, values
 
     def load_tokenizer(self) -> Tokenizer | None:
-        return gguf_tokenizer(self._file.metadata, self.path)
+        tokenizer = gguf_tokenizer(self._file.metadata, self.path)
+        if tokenizer is not None:
+            tokenizer.check_vocabulary(self.config.vocab_size, self.path)
+        return tokenizer
 
     def _interleaved_heads(self, tensor: GGUFTensor) -> int:
         """Heads whose rows the file has in another order than Hugging Face; 0 for other tensors."""

@@ -6,16 +6,18 @@ reader makes an array of every string, which takes seconds where this takes a te
 
 import math
 import mmap
+import os
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from .checkpoint import CheckpointError
+from .files import CheckpointError, open_regular
 
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
@@ -75,9 +77,12 @@ class GGUFFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._gguf = _import_gguf(path)
-        if path.stat().st_size < 8:
-            raise CheckpointError(f"{path}: is not a GGUF file: it has {path.stat().st_size} bytes")
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size < 8:
+                raise CheckpointError(f"{path}: is not a GGUF file: it has {size} bytes")
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with data:
             header = _HeaderReader(path, data)
             self.version = header.version()
             num_tensors, num_pairs = header.number("Q"), header.number("Q")
@@ -87,12 +92,20 @@ class GGUFFile:
             if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
                 raise CheckpointError(f"{path}: general.alignment {alignment!r} is not a power of two")
             data_start = -(-header.position // alignment) * alignment
-            size = len(data)
         self.tensors: dict[str, GGUFTensor] = {}
         for name, shape, kind, offset in described:
             if name in self.tensors:
                 raise CheckpointError(f"{path}: lists tensor {name} twice")
+            if offset % alignment:
+                raise CheckpointError(f"{path}: tensor {name} begins at {offset}, not a multiple of {alignment}")
             self.tensors[name] = self._checked(name, shape, kind, data_start + offset, size)
+        in_order = sorted(self.tensors.values(), key=lambda tensor: (tensor.start, tensor.name))
+        for before, after in pairwise(in_order):
+            if after.start < before.start + before.nbytes:
+                raise CheckpointError(
+                    f"{path}: tensor {after.name} begins at byte {after.start}, inside tensor {before.name}, "
+                    f"which ends at {before.start + before.nbytes}"
+                )
 
     def _checked(self, name: str, shape: tuple[int, ...], kind_number: int, start: int, size: int) -> GGUFTensor:
         try:
@@ -119,7 +132,7 @@ class GGUFFile:
         """The tensor in its `shape` and `dtype`, in memory of its own."""
         import numpy as np
 
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             file.seek(tensor.start)
             if not tensor.is_quantised:
                 stored = np.fromfile(file, np.uint8, tensor.nbytes)

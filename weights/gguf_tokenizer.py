@@ -13,8 +13,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from .checkpoint import CheckpointError
-from .tokenizer import Tokenizer
+from .files import CheckpointError
+from .tokenizer import Tokenizer, library_errors
 
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
@@ -101,9 +101,14 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     missing = [f"tokenizer.ggml.{key}" for key in needed if not isinstance(values.get(key), list)]
     if missing:
         raise CheckpointError(f"{path}: a tokenizer of model {model!r} needs {', '.join(missing)}")
-    chat_template = metadata.get("tokenizer.chat_template")
-    if chat_template is not None and not isinstance(chat_template, str):
-        raise CheckpointError(f"{path}: tokenizer.chat_template must be a text, not {chat_template!r}")
+    chat_templates = {
+        key.removeprefix("tokenizer.chat_template").removeprefix(".") or "default": value
+        for key, value in metadata.items()
+        if key == "tokenizer.chat_template" or key.startswith("tokenizer.chat_template.")
+    }
+    for name, template in chat_templates.items():
+        if not isinstance(template, str):
+            raise CheckpointError(f"{path}: tokenizer.chat_template must be a text, not {template!r} ({name})")
     vocabulary = _Vocabulary.from_values(values, path)
     special_tokens = {
         f"{name}_token": vocabulary.tokens[index]
@@ -112,7 +117,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
     }
     word_kind = _word_kind(values, path) if model == "gpt2" else None
     add_bos = values.get("add_bos_token", word_kind is None or word_kind.add_bos)
-    try:
+    with library_errors(f"{path}: its tokenizer cannot be built"):
         if word_kind is not None:
             backend = _byte_level(vocabulary, values["merges"], word_kind)
         else:
@@ -124,14 +129,12 @@ def gguf_tokenizer(metadata: Mapping[str, Any], path: Path) -> Tokenizer | None:
             special_tokens.get("bos_token") if add_bos else None,
             special_tokens.get("eos_token") if values.get("add_eos_token", False) else None,
         )
-    except Exception as error:  # the library raises nothing more special, such as for a merge of unknown tokens
-        raise CheckpointError(f"{path}: its tokenizer cannot be built: {error}") from error
     ends = [vocabulary.index(f"{name}_token_id", values) for name in ("eos", "eot", "eom")]
     return Tokenizer(
         backend,
         special_tokens=special_tokens,
         eos_token_ids=[index for index in ends if index is not None],
-        chat_template=chat_template,
+        chat_templates=chat_templates,
     )
 
 

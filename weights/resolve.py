@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,10 +30,11 @@ CONFIG_FILES = [
     "added_tokens.json",
     "chat_template.jinja",
     "chat_template.json",
+    "additional_chat_templates/*.jinja",
 ]
 WEIGHT_FILES = ["*.safetensors", "model.safetensors.index.json"]
-# Subfolders hold other formats, `consolidated*` the same weights under the names of another code base.
-UNUSED_FILES = ["*/*", "consolidated*.safetensors"]
+# Subfolders hold other formats (all but `add*`), `consolidated*` the same weights under the names of another code base.
+UNUSED_FILES = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*.safetensors"]
 
 
 class ResolveError(ValueError):
@@ -76,7 +78,7 @@ def resolve(
     if not name:
         raise ResolveError("a model is named by a path or a hub id, not by an empty string")
     path = Path(name).expanduser()
-    if isinstance(path_or_id, os.PathLike) or _looks_local(name) or path.exists():
+    if isinstance(path_or_id, os.PathLike) or _looks_local(name) or os.path.lexists(path):
         if revision is not None:
             raise ResolveError(f"{name}: revision {revision!r} only means something for a hub id, not for a local path")
         return _check_local(path, config_only)
@@ -97,14 +99,20 @@ def _looks_local(name: str) -> bool:
 
 
 def _check_local(path: Path, config_only: bool) -> Path:
-    if path.is_file():
-        if path.suffix == ".gguf":
+    try:
+        mode = path.stat().st_mode
+        files = os.listdir(path) if stat.S_ISDIR(mode) else []
+    except FileNotFoundError:
+        linked = f", it is a link to {os.readlink(path)}" if path.is_symlink() else ""
+        raise ResolveError(f"{path}: no such file or folder{linked}") from None
+    except (OSError, ValueError) as error:
+        raise ResolveError(f"{path}: cannot be read: {getattr(error, 'strerror', error)}") from error
+    if not stat.S_ISDIR(mode):
+        if stat.S_ISREG(mode) and path.suffix == ".gguf":
             return path
         hint = f"; give the folder that holds it, {path.parent}" if path.suffix == ".safetensors" else ""
         raise ResolveError(f"{path}: is a file but not a .gguf file{hint}")
-    if not path.is_dir():
-        raise ResolveError(f"{path}: no such file or folder")
-    lack = _lack([file.name for file in path.iterdir()], config_only)
+    lack = _lack(files, config_only)
     if lack:
         raise ResolveError(f"{path}: the folder {lack}")
     return path

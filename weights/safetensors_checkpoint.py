@@ -1,22 +1,22 @@
 """A Hugging Face folder: config.json and one safetensors file, or several with an index.
 
-File format: https://huggingface.co/docs/safetensors. The library itself checks on opening that a file is whole
-(8 + header length + largest end offset == file size) and that its header leaves no hole and no overlap.
+Headers are read and checked by `safetensors_header`, the tensors' bytes by the library, which maps the files.
 """
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..model.config import ModelConfig
-from .checkpoint import Checkpoint, CheckpointError, TensorInfo, read_json_object, shorten
+from .checkpoint import Checkpoint, TensorInfo, model_config
+from .files import CheckpointError, list_folder, read_json_object, read_optional, shorten
+from .folder_tokenizer import folder_tokenizer
+from .safetensors_header import read_header
 from .tokenizer import Tokenizer
 
 SINGLE_FILE = "model.safetensors"
@@ -30,23 +30,29 @@ QUANTIZED_NAME = re.compile(
     r"|weight_(packed|shape|g_idx|global_scale)|SCB|absmax|quant_map|nested_\w+|quant_state\.\w+)$"
 )
 
+QUANTIZED_FILES = frozenset({"quantize_config.json", "quant_config.json", "hf_quant_config.json"})
+"""Where GPTQ, AWQ and ModelOpt wrote what is now `quantization_config`."""
+
 # Mapped pages count as resident, so the map is dropped and made anew after this much has been read.
 MAP_BYTES = 16 * 2**20
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """A folder with config.json and safetensors weights; everything but the weights' bytes is read on construction."""
+    """A folder with config.json and safetensors weights; everything but the weights' bytes is read on construction.
+
+    Nothing in the folder is executed: code, `auto_map` and pickled files are passed over.
+    """
 
     format = "safetensors"
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        names = list_folder(path)
         config = read_json_object(path / "config.json")
-        _refuse_quantized(path / "config.json", config)
-        self.config = ModelConfig.from_hf(config)
-        generation_config = path / "generation_config.json"
-        self.generation_config = read_json_object(generation_config) if generation_config.is_file() else {}
-        self._files = _read_files(path)
+        _refuse_quantized(path, config, names)
+        self.config = model_config(config, path / "config.json")
+        self.generation_config = read_optional(path, "generation_config.json", names)
+        self._files = _read_files(path, names)
         merged = {name: info for stored in self._files.values() for name, info in stored.items()}
         self._tensor_info = dict(sorted(merged.items()))
 
@@ -54,18 +60,22 @@ class SafetensorsCheckpoint(Checkpoint):
         return dict(self._tensor_info)
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor once, file by file, by name (the order in which the library writes), as a view of the map.
+        """Yield each tensor once, file by file, in the order of their bytes, as a view of the map.
 
         At most MAP_BYTES or one tensor, whichever is larger, of the file is resident at a time.
         """
         for file, stored in self._files.items():
             for names in _runs(stored):
-                with safe_open(file, framework="pt") as opened:
+                try:
+                    opened: Any = safe_open(file, framework="pt")
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{file}: cannot be read any more: {error}") from error
+                with opened:
                     for name in names:
                         yield name, opened.get_tensor(name)
 
     def load_tokenizer(self) -> Tokenizer | None:
-        return Tokenizer.from_folder(self.path)
+        return folder_tokenizer(self.path, self.config.vocab_size)
 
 
 def _runs(stored: dict[str, TensorInfo]) -> Iterator[list[str]]:
@@ -82,41 +92,61 @@ def _runs(stored: dict[str, TensorInfo]) -> Iterator[list[str]]:
         yield run
 
 
-def _refuse_quantized(path: Path, config: dict[str, Any]) -> None:
-    for key in ("quantization_config", "compression_config"):
+def _refuse_quantized(folder: Path, config: Mapping[str, Any], names: Set[str]) -> None:
+    for key in ("quantization_config", "compression_config", "quantization"):
         quantization = config.get(key)
         if quantization is None:
             continue
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise CheckpointError(
-            f"{path}: {key} asks for the method {method!r}; quantised checkpoints are not supported, "
+            f"{folder / 'config.json'}: {key} asks for the method {method!r}; quantised checkpoints are not supported, "
             f"only plain {', '.join(DTYPES)} weights"
         )
+    for name in sorted(names & QUANTIZED_FILES):
+        raise CheckpointError(f"{folder / name}: belongs to a quantised checkpoint; these are not supported")
 
 
-def _read_files(folder: Path) -> dict[Path, dict[str, TensorInfo]]:
+def _read_files(folder: Path, names: Set[str]) -> dict[Path, dict[str, TensorInfo]]:
     """Headers of all files of the checkpoint, checked against the index and against each other.
 
-    As in transformers, `model.safetensors` wins over an index that does not name it.
+    There must be one set of weights and nothing beside it: engines do not agree on which of two wins. An index of files
+    that are all gone is passed over if there is `model.safetensors`; saving over a larger model leaves one.
     """
-    files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
-    has_index = (folder / INDEX_FILE).is_file()
-    if has_index:
-        weight_map = _read_weight_map(folder / INDEX_FILE)
-        if not (folder / SINGLE_FILE).is_file() or SINGLE_FILE in weight_map.values():
-            return _read_shards(folder, weight_map)
-    if (folder / SINGLE_FILE).is_file():
-        files = [folder / SINGLE_FILE]
+    if "adapter_config.json" in names:
+        raise CheckpointError(
+            f"{folder}: adapter_config.json says that an adapter (LoRA) belongs to the weights; merge it first"
+        )
+    files = {name for name in names if name.endswith(".safetensors") and not name.startswith((".", "consolidated"))}
+    weight_map = _read_weight_map(folder / INDEX_FILE) if INDEX_FILE in names else {}
+    shards = set(weight_map.values())
+    if SINGLE_FILE in files and not shards & files:
+        weight_map, shards = {}, {SINGLE_FILE}
+    absent = sorted(shards - files)
+    if absent:
+        raise CheckpointError(
+            f"{folder}: {INDEX_FILE} names files that are not there, so the download or copy is incomplete: "
+            f"{shorten(absent)}"
+        )
     if not files:
-        raise CheckpointError(f"{folder}: holds no .safetensors file{_other_weights(folder)}")
-    if len(files) > 1:
-        names = shorten([file.name for file in files])
-        raise CheckpointError(f"{folder}: holds several safetensors files but no {INDEX_FILE}: {names}")
-    return {files[0]: _read_header(files[0])}
+        raise CheckpointError(f"{folder}: holds no .safetensors file{_other_weights(names)}")
+    if not shards and len(files) > 1:
+        listed = shorten(sorted(files))
+        raise CheckpointError(f"{folder}: holds several safetensors files but no {INDEX_FILE}: {listed}")
+    stray = sorted(files - (shards or files))
+    if stray:
+        wanted = INDEX_FILE if weight_map else SINGLE_FILE
+        raise CheckpointError(
+            f"{folder}: holds {shorten(stray)} beside what {wanted} stands for; two sets of weights, or a leftover: "
+            "take away what does not belong to the model"
+        )
+    headers = {file: _read_tensors(folder / file) for file in sorted(files)}
+    if weight_map:
+        _check_index(folder, weight_map, headers)
+    return {folder / file: stored for file, stored in headers.items()}
 
 
-def _other_weights(folder: Path) -> str:
-    pickled = sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}"))
+def _other_weights(names: Set[str]) -> str:
+    pickled = sorted(name for name in names if name.endswith((".bin", ".pt", ".pth")))
     if not pickled:
         return ""
     return f", only pickled weights, which are not read ({shorten(pickled, 3)}): convert them to safetensors"
@@ -132,15 +162,7 @@ def _read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[Path, dict[str, TensorInfo]]:
-    shards = sorted(set(weight_map.values()))
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
-    if absent:
-        raise CheckpointError(
-            f"{folder}: {INDEX_FILE} names files that are not there, so the download or copy is incomplete: "
-            f"{shorten(absent)}"
-        )
-    headers = {shard: _read_header(folder / shard) for shard in shards}
+def _check_index(folder: Path, weight_map: Mapping[str, str], headers: Mapping[str, Mapping[str, TensorInfo]]) -> None:
     faults = [
         f"{name} is assigned to {shard}, which lacks it"
         for name, shard in weight_map.items()
@@ -155,31 +177,18 @@ def _read_shards(folder: Path, weight_map: dict[str, str]) -> dict[Path, dict[st
                 faults.append(f"{name} is stored in {shard} too, though assigned to {assigned}")
     if faults:
         raise CheckpointError(f"{folder}: {INDEX_FILE} and its files disagree: {shorten(faults)}")
-    return {folder / shard: stored for shard, stored in headers.items()}
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Names, dtypes and shapes of one file by name; refuses what is damaged or quantised."""
-    info: dict[str, TensorInfo] = {}
-    quantized, unloadable = [], []
-    try:
-        with safe_open(file, framework="pt") as opened:
-            names = opened.keys()
-            for name in names:
-                view = opened.get_slice(name)
-                shape = tuple(view.get_shape())
-                dtype = DTYPES.get(view.get_dtype())
-                if QUANTIZED_NAME.search(name):
-                    quantized.append(name)
-                elif dtype is None:
-                    unloadable.append(f"{name} is {view.get_dtype()}")
-                else:
-                    info[name] = TensorInfo(dtype, shape, math.prod(shape) * dtype.itemsize)
-    except (SafetensorError, OSError) as error:
-        size = file.stat().st_size
-        raise CheckpointError(f"{file}: is truncated or not a safetensors file ({size} bytes): {error}") from error
+def _read_tensors(file: Path) -> dict[str, TensorInfo]:
+    """Dtypes and shapes of one file, in the order of the bytes; refuses what is damaged, quantised or no weight."""
+    stored = read_header(file)
+    quantized = [name for name in stored if QUANTIZED_NAME.search(name)]
     if quantized:
         raise CheckpointError(f"{file}: holds tensors of a quantised checkpoint, not supported: {shorten(quantized)}")
+    unloadable = [f"{name} is {tensor.dtype}" for name, tensor in stored.items() if tensor.dtype not in DTYPES]
     if unloadable:
         raise CheckpointError(f"{file}: only {', '.join(DTYPES)} weights can be loaded: {shorten(unloadable)}")
-    return info
+    return {
+        name: TensorInfo(DTYPES[tensor.dtype], tensor.shape, tensor.end - tensor.start)
+        for name, tensor in stored.items()
+    }

@@ -1,13 +1,17 @@
 """Text to token ids and back, with the chat template and the stop ids that belong to a tokenizer."""
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from .chat_template import ChatTemplate
+from .files import CheckpointError, shorten
+
+logger = logging.getLogger(__name__)
 
 
 class Tokenizer:
@@ -20,13 +24,18 @@ class Tokenizer:
         special_tokens: texts by their Hugging Face names: `bos_token`, `eos_token`, `unk_token`, `pad_token`, ...
             Chat templates see them under these names.
         eos_token_ids: ids that end a text, beside that of `eos_token`.
-        chat_template: Jinja source.
+        chat_templates: Jinja sources by name. The one for a chat is `default`, or the only one there is.
 
     Attributes:
+        chat_templates: as given.
+        chat_template: the source for a chat that names no other; None if there is none.
         bos_token, bos_token_id: both None where the vocabulary has no such token.
         eos_token_ids: each id once, that of `eos_token` first.
         special_ids: what `decode` leaves out.
         vocab_size: one more than the highest id.
+
+    Raises:
+        ValueError: the backend fails on the empty text.
     """
 
     def __init__(
@@ -35,13 +44,16 @@ class Tokenizer:
         *,
         special_tokens: Mapping[str, str] | None = None,
         eos_token_ids: Sequence[int] = (),
-        chat_template: str | None = None,
+        chat_templates: Mapping[str, str] | None = None,
     ) -> None:
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special_tokens = dict(special_tokens or {})
-        self.chat_template = chat_template
+        self.chat_templates = dict(chat_templates or {})
+        only = next(iter(self.chat_templates.values())) if len(self.chat_templates) == 1 else None
+        self.chat_template = self.chat_templates.get("default", only)
+        self._compiled: dict[str, ChatTemplate] = {}
         self.bos_token_id = self._special_id("bos_token")
         self.bos_token = None if self.bos_token_id is None else self._special_tokens["bos_token"]
         eos = self._special_id("eos_token")
@@ -49,7 +61,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
         self.vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._adds_bos = self.bos_token_id is not None and backend.encode("").ids[:1] == [self.bos_token_id]
+        with library_errors("the tokenizer cannot encode an empty text", ValueError):
+            self._added_ids: list[int] = backend.encode("").ids
+        self._adds_bos = self.bos_token_id is not None and self._added_ids[:1] == [self.bos_token_id]
 
     @classmethod
     def from_folder(cls, path: Path) -> "Tokenizer | None":
@@ -57,6 +71,38 @@ class Tokenizer:
         from .folder_tokenizer import folder_tokenizer
 
         return folder_tokenizer(path)
+
+    def check_vocabulary(self, vocab_size: int, source: Path) -> None:
+        """Compare with the vocabulary of the model, which has an embedding for each of the ids 0 ... vocab_size - 1.
+
+        A model may have more ids: they are padding. Added tokens beyond the model's ids are told of and left alone, as
+        long as no text needs them: fine-tuning tools add a padding token so.
+
+        Raises:
+            CheckpointError: an ordinary token, BOS, EOS or what is put around a text has no embedding. The message
+                begins with `source`.
+        """
+        if self.vocab_size <= vocab_size:
+            return
+        ordinary = max(self._backend.get_vocab(with_added_tokens=False).values(), default=-1)
+        named = {"bos_token": self.bos_token_id, "eos_token": max(self.eos_token_ids, default=None)}
+        needed = {
+            "its highest token": ordinary,
+            **{f"its {name}": index for name, index in named.items() if index is not None},
+            "what it puts around a text": max(self._added_ids, default=-1),
+        }
+        for what, index in needed.items():
+            if index >= vocab_size:
+                raise CheckpointError(
+                    f"{source}: the tokenizer has {self.vocab_size} tokens and the model's vocab_size is {vocab_size}: "
+                    f"{what} {self.id_to_token(index)!r} has the id {index}, for which there is no embedding"
+                )
+        added = sorted(self._backend.get_added_tokens_decoder().items())
+        beyond = [repr(token.content) for index, token in added if index >= vocab_size]
+        logger.warning(
+            f"{source}: the tokenizer has {self.vocab_size} tokens and the model's vocab_size is {vocab_size}; "
+            f"prompts with one of these are refused: {shorten(beyond)}"
+        )
 
     @property
     def kind(self) -> str:
@@ -71,7 +117,8 @@ class Tokenizer:
                 BOS token already gets no second one.
 
         Raises:
-            ValueError: the text holds half of a surrogate pair, which is no character.
+            ValueError: the text holds half of a surrogate pair, which is no character, or something that the tokenizer
+                has no token for, not even an unknown one.
         """
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a string, not {type(text).__name__}")
@@ -80,7 +127,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             found = text[error.start]
             raise ValueError(f"text holds a lone surrogate {found!r} at position {error.start}") from error
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with library_errors("the tokenizer cannot encode this text", ValueError):
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         if add_special_tokens and self._adds_bos and ids[1:2] == [self.bos_token_id]:
             return ids[1:]
         return ids
@@ -98,32 +146,63 @@ class Tokenizer:
         return token
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        template: str | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
     ) -> str:
         """The conversation as one text, ending in the opening of the assistant's turn if so asked.
 
         Messages and variables: `ChatTemplate.render`.
 
+        Args:
+            template: the name of one of `chat_templates`, or Jinja source. None: as in transformers `tool_use` if there
+                are `tools` and it exists, else `chat_template`.
+
         Raises:
             ValueError: no chat template, a message that is not understood, or an error raised by the template.
         """
-        if self.chat_template is None:
-            raise ValueError("this model has no chat template; give it a plain prompt instead of messages")
+        source = self._template(template, variables.get("tools") is not None)
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source)
         variables = {**self._special_tokens, **variables}
-        return self._compiled_template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+        return self._compiled[source].render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
-        """Token ids of the conversation. BOS is there exactly if the template writes it."""
-        text = self.apply_chat_template(messages, add_generation_prompt=add_generation_prompt, **variables)
-        return self.encode(text, add_special_tokens=False)
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of the conversation, of which `apply_chat_template` makes a text.
 
-    @cached_property
-    def _compiled_template(self) -> ChatTemplate:
-        assert self.chat_template is not None, "checked by the caller"
-        return ChatTemplate(self.chat_template)
+        BOS is there exactly if the template writes it.
+        """
+        return self.encode(self.apply_chat_template(messages, **variables), add_special_tokens=False)
+
+    def _template(self, name: str | None, has_tools: bool) -> str:
+        if name is None and has_tools and "tool_use" in self.chat_templates:
+            name = "tool_use"
+        if name is not None:
+            return self.chat_templates.get(name, name)
+        if self.chat_template is not None:
+            return self.chat_template
+        if self.chat_templates:
+            names = shorten(sorted(self.chat_templates))
+            raise ValueError(f"this model has no default chat template; name one of those that it has: {names}")
+        raise ValueError("this model has no chat template; give it a plain prompt instead of messages")
 
     def _special_id(self, name: str) -> int | None:
         token = self._special_tokens.get(name)
         return None if token is None else self._backend.token_to_id(token)
+
+
+@contextmanager
+def library_errors(message: str, kind: type[ValueError] = CheckpointError) -> Iterator[None]:
+    """Turns what the `tokenizers` library raises into an error of `kind`, `message` in front.
+
+    It raises nothing more special than Exception, and where its Rust code panics not even that.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise kind(f"{message}: {error or type(error).__name__}") from error

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from .llm import eos_token_ids, named_shape
 from .model import ModelConfig, RotaryConfig
 from .weights import Checkpoint, Tokenizer, open_checkpoint, resolve
-from .weights.checkpoint import read_json_object
+from .weights.files import read_json_object
 from .weights.gguf_file import GGUFFile
 
 

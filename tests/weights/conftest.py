@@ -1,7 +1,11 @@
-"""A tiny model on disk, for the tests of loading."""
+"""A tiny model on disk, for the tests of loading, and circumstances in which files cannot be read."""
 
 import json
-from collections.abc import Callable, Mapping
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +81,36 @@ def write_folder() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture
+def no_hang() -> Iterator[None]:
+    """What waits for ever, such as for a pipe's other end, fails after 20 seconds."""
+
+    def give_up(*_: object) -> None:
+        raise TimeoutError("the test hangs")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(20)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """An empty folder, and no more rights in it than its mode gives: root, as which CI runs, may read everything."""
+    import ostinato.weights.safetensors_checkpoint  # noqa: F401 (what is imported later may not be readable)
+
+    folder = Path(tempfile.mkdtemp())  # not `tmp_path`, which other users cannot reach
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.chown(folder, 65534, 65534)
+        os.seteuid(65534)
+    try:
+        yield folder
+    finally:
+        if is_root:
+            os.seteuid(0)
+        folder.chmod(0o700)
+        shutil.rmtree(folder)

@@ -1,4 +1,4 @@
-"""What all checkpoints share: opening, JSON files, and the dtype to load in."""
+"""What all checkpoints share: opening, and the dtype to load in."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +9,6 @@ import torch
 
 from ostinato.model import ModelConfig
 from ostinato.weights import Checkpoint, CheckpointError, TensorInfo, open_checkpoint
-from ostinato.weights.checkpoint import read_json_object, shorten
 
 
 class Headers(Checkpoint):
@@ -62,32 +61,3 @@ def test_open_another_kind_of_file(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model\.bin: expected a folder .* or a \.gguf file"):
         open_checkpoint(tmp_path / "model.bin")
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\xff", b"[" * 100_000], ids=["empty", "cut", "bytes", "deep"])
-def test_json_that_is_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"a\.json: is not valid JSON: "):
-        read_json_object(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize("content", ["[]", "null", "3", '"a"'])
-def test_json_that_is_no_object(tmp_path: Path, content: str) -> None:
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"a\.json: must hold a JSON object, not "):
-        read_json_object(tmp_path / "a.json")
-
-
-def test_json_that_is_absent(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"a\.json: cannot be read: No such file"):
-        read_json_object(tmp_path / "a.json")
-
-
-def test_json_with_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(b'\xef\xbb\xbf{"a": 1}')
-    assert read_json_object(tmp_path / "a.json") == {"a": 1}
-
-
-def test_shorten() -> None:
-    assert shorten(["a", "b"], limit=2) == "a, b"
-    assert shorten(["a", "b", "c", "d"], limit=2) == "a, b and 2 more"

@@ -2,7 +2,6 @@
 
 import json
 import re
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save, save_file
 
 from ostinato.model import UnsupportedModelError
 from ostinato.weights import CheckpointError, TensorInfo, open_checkpoint
-from ostinato.weights.safetensors_checkpoint import MAP_BYTES, SafetensorsCheckpoint, _read_header, _runs
+from ostinato.weights.safetensors_checkpoint import MAP_BYTES, SafetensorsCheckpoint, _runs
 
 Make = Callable[..., Any]
 INDEX = "model.safetensors.index.json"
@@ -49,12 +47,14 @@ def test_single_file(folder: Make) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "other.safetensors"])
-def test_a_link_to_nowhere_is_no_file(folder: Make, name: str) -> None:
+def test_a_link_to_nowhere(folder: Make, name: str) -> None:
     """What an interrupted download may leave in the hub's cache."""
     path = folder({"a": A})
     (path / "model.safetensors").unlink()
     (path / name).symlink_to(path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"holds no \.safetensors file"):
+    with pytest.raises(
+        CheckpointError, match=rf"{name}: cannot be read: it is a link to .*nowhere, which is not there"
+    ):
         open_checkpoint(path)
 
 
@@ -163,19 +163,6 @@ def test_index_that_leads_elsewhere(folder: Make, file: Any) -> None:
         open_checkpoint(path)
 
 
-WHOLE = save({"a": A, "b": B})
-
-
-@settings(max_examples=60)
-@given(size=st.integers(0, len(WHOLE) + 64).filter(lambda size: size != len(WHOLE)))
-def test_any_other_size_is_refused(tmp_path_factory: pytest.TempPathFactory, size: int) -> None:
-    """B04: 8 + header length + largest end == file size; a zero-byte file is the extreme."""
-    file = tmp_path_factory.getbasetemp() / "cut.safetensors"
-    file.write_bytes(WHOLE[:size].ljust(size, b"\0"))
-    with pytest.raises(CheckpointError, match=rf"cut\.safetensors: is truncated or not .* \({size} bytes\)"):
-        _read_header(file)
-
-
 def test_truncated_shard_is_found_on_opening(folder: Make) -> None:
     """B04: the last 8 bytes of the last shard."""
     path = folder({FIRST: {"a": A}, SECOND: {"b": torch.ones(64)}})
@@ -183,40 +170,6 @@ def test_truncated_shard_is_found_on_opening(folder: Make) -> None:
     (path / SECOND).write_bytes(whole[:-8])
     with pytest.raises(CheckpointError, match=f"{SECOND}: is truncated"):
         open_checkpoint(path)
-
-
-def _file(header: str, data: bytes = b"") -> bytes:
-    return struct.pack("<Q", len(header)) + header.encode() + data
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        struct.pack("<Q", 2**40) + b"{}",
-        struct.pack("<Q", 2**64 - 1) + b"{}",
-        _file("not json"),
-        _file("[1]"),
-        _file('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}}', b"8 bytes."),
-        _file('{"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}', b"8 bytes."),
-        _file('{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}', b"1234"),
-        _file('{"a": {"dtype": "Q9", "shape": [1], "data_offsets": [0, 4]}}', b"1234"),
-        _file('{"a": {"dtype": "F32"}}', b"1234"),
-        b"GGUF" * 20,
-        b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
-    ],
-    ids=["header-too-long", "huge", "text", "list", "too-many", "hole", "negative", "dtype", "keys", "gguf", "lfs"],
-)
-def test_malformed_file(tmp_path: Path, content: bytes) -> None:
-    """B04: a header that does not describe its file."""
-    (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"a\.safetensors: is truncated or not a safetensors file"):
-        _read_header(tmp_path / "a.safetensors")
-
-
-def test_file_with_metadata_and_no_tensors(tmp_path: Path) -> None:
-    """B04: that is a whole file, of nothing."""
-    save_file({}, tmp_path / "a.safetensors", metadata={"format": "pt"})
-    assert _read_header(tmp_path / "a.safetensors") == {}
 
 
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
