@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from .runtime import EngineConfig
     from .terminal import Terminal
 
-GENERATE_TOKENS = 256
-CHAT_TOKENS = 1024
+GENERATE = {"temperature": 0.0, "max_tokens": 256}
+CHAT = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 1024}
+"""Sampling parameters of the two commands that neither the user nor the checkpoint gives."""
 
 # Raised for arguments that do not parse; typer has no name for it, and newer ones bring a click of their own.
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -107,16 +108,18 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     graphs: options.GraphMode = Graphs.AUTO,
     enforce_eager: options.EnforceEager = False,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    generation_config: options.GenerationConfig = "auto",
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = None,
     max_tokens: Annotated[
-        int | None, ending(help=f"Most tokens to generate. Default: {GENERATE_TOKENS}, or what the context leaves.")
+        int | None,
+        ending(help=f"Most tokens to generate. Default: {GENERATE['max_tokens']}, or what the context leaves."),
     ] = None,
     min_tokens: options.MinTokens = 0,
     stop: options.Stop = None,
@@ -127,7 +130,7 @@ def generate(
     logprobs: Annotated[bool, output("--logprobs", help="Log-probability of each token; with --json.")] = False,
     top_logprobs: Annotated[int, output(help="Those of so many most probable tokens too; with --json.")] = 0,
 ) -> None:
-    """Go on from a prompt, or answer it.
+    """Go on from a prompt, or answer it. Greedy, unless the checkpoint or an option says otherwise.
 
     The text goes to stdout as it comes, everything else to stderr.
     A model without tokenizer (dummy weights) has token ids for a prompt: "1 2 3".
@@ -142,27 +145,31 @@ def generate(
     from .runtime import SamplingParams
     from .terminal import Terminal
 
-    params = SamplingParams(
+    given = _given(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        max_tokens=max(GENERATE_TOKENS, min_tokens) if max_tokens is None else max_tokens,
-        min_tokens=min_tokens,
-        stop=stop or (),
-        stop_token_ids=stop_token_id or (),
-        ignore_eos=ignore_eos,
-        logprobs=logprobs or top_logprobs != 0,
-        top_logprobs=top_logprobs,
-        n=n,
-    )
+        max_tokens=max_tokens,
+    ) | {
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "min_tokens": min_tokens,
+        "stop": stop or (),
+        "stop_token_ids": stop_token_id or (),
+        "ignore_eos": ignore_eos,
+        "logprobs": logprobs or top_logprobs != 0,
+        "top_logprobs": top_logprobs,
+        "n": n,
+    }
+    built_in = GENERATE | {"max_tokens": max(GENERATE["max_tokens"], min_tokens)}
+    SamplingParams(**built_in | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
     config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=min(n, 32))
-    llm = _load(terminal, model, revision, load_format, device, dtype, config)
+    llm = _load(terminal, model, revision, load_format, device, dtype, config, generation_config)
+    params = llm.sampling_defaults.params(given, built_in)
     completion = Completion(llm, text, params, chat=chat, system=system, fit=max_tokens is None)
     if json:
         terminal.write(completion.json(model or "demo") + "\n")
@@ -180,19 +187,23 @@ def chat(
     max_model_len: options.MaxModelLen = None,
     graphs: options.GraphMode = Graphs.AUTO,
     enforce_eager: options.EnforceEager = False,
-    temperature: options.Temperature = 0.6,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 0.9,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
+    generation_config: options.GenerationConfig = "auto",
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    repetition_penalty: options.RepetitionPenalty = None,
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = None,
-    max_tokens: Annotated[int, ending(help="Most tokens of an answer; fewer where the context ends.")] = CHAT_TOKENS,
+    max_tokens: Annotated[
+        int | None,
+        ending(help=f"Most tokens of an answer; fewer where the context ends. Default: {CHAT['max_tokens']}."),
+    ] = None,
     stop: options.Stop = None,
     stop_token_id: options.StopTokenId = None,
 ) -> None:
-    """Talk with a model.
+    """Talk with a model. Temperature 0.6 and top-p 0.9, unless the checkpoint or an option says otherwise.
 
     /help shows the commands. Ctrl-C stops an answer, Ctrl-D ends the conversation.
     Where stdin is not a terminal, each of its lines is a message.
@@ -201,23 +212,25 @@ def chat(
     from .runtime import SamplingParams
     from .terminal import Terminal
 
-    params = SamplingParams(
+    given = _given(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         min_p=min_p,
         repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
         max_tokens=max_tokens,
-        stop=stop or (),
-        stop_token_ids=stop_token_id or (),
-    )
+    ) | {
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "seed": seed,
+        "stop": stop or (),
+        "stop_token_ids": stop_token_id or (),
+    }
+    SamplingParams(**CHAT | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
     config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=1)
-    llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, config)
-    Conversation(llm, params, terminal, system=system).run()
+    llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, config, generation_config)
+    Conversation(llm, llm.sampling_defaults.params(given, CHAT), terminal, system=system).run()
 
 
 @app.command()
@@ -235,6 +248,11 @@ def inspect(
 
     facts = shape_facts(model) if load_format is LoadFormat.DUMMY else model_facts(model, revision)
     print(dumps(facts, indent=2) if json else facts_text(facts), end="\n" if json else "")
+
+
+def _given(**options: object) -> dict[str, Any]:
+    """The options that the user gave."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -280,6 +298,7 @@ def _load(
     device: str | None,
     dtype: str,
     config: "EngineConfig",
+    generation_config: str,
 ) -> "LLM":
     """Load a model with a bar and a line about it."""
     from .llm import LLM
@@ -293,7 +312,10 @@ def _load(
             dtype=dtype,
             load_format="dummy" if load_format is LoadFormat.DUMMY else "auto",
             config=config,
+            generation_config=generation_config,
             progress=progress,
         )
     terminal.note(load_line(llm, model or "demo") + eager_warning(llm))
+    if llm.sampling_defaults.values:
+        terminal.note(f"sampling defaults of the generation config: {llm.sampling_defaults.text()}")
     return llm

@@ -49,15 +49,26 @@ GraphMode = Annotated[
 ]
 EnforceEager = Annotated[bool, _model("--enforce-eager", help="No CUDA graphs, as --graphs off; for debugging.")]
 
+GenerationConfig = Annotated[
+    str,
+    _sampling(
+        help="Where options below come from that are not given: auto, the checkpoint's generation_config.json; "
+        "builtin (or vllm), not from there; or a folder with such a file."
+    ),
+]
 Temperature = Annotated[
-    float, _sampling("--temperature", "-t", help="0 is greedy: the most probable token, the same text every time.")
+    float | None,
+    _sampling("--temperature", "-t", help="0 is greedy: the most probable token, the same text every time."),
 ]
-TopK = Annotated[int, _sampling(help="Draw from so many most probable tokens. 0: from all.")]
-TopP = Annotated[float, _sampling(help="Draw from the fewest tokens that hold this share of the probability.")]
+TopK = Annotated[int | None, _sampling(help="Draw from so many most probable tokens. 0: from all.")]
+TopP = Annotated[float | None, _sampling(help="Draw from the fewest tokens that hold this share of the probability.")]
 MinP = Annotated[
-    float, _sampling(help="Draw only from tokens this probable, as a share of the most probable one's probability.")
+    float | None,
+    _sampling(help="Draw only from tokens this probable, as a share of the most probable one's probability."),
 ]
-RepetitionPenalty = Annotated[float, _sampling(help="Above 1: against tokens that are in the prompt or the output.")]
+RepetitionPenalty = Annotated[
+    float | None, _sampling(help="Above 1: against tokens that are in the prompt or the output.")
+]
 PresencePenalty = Annotated[float, _sampling(help="Above 0: against tokens that are in the output.")]
 FrequencyPenalty = Annotated[float, _sampling(help="Above 0: the same, for each time that they are in the output.")]
 Seed = Annotated[int | None, _sampling(help="Makes random draws repeatable. Default: others each time.")]

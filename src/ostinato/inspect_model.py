@@ -10,13 +10,18 @@ from rich.filesize import decimal
 
 from .llm import eos_token_ids, named_shape
 from .model import ModelConfig, RotaryConfig
+from .sampling_defaults import SamplingDefaults
 from .weights import Checkpoint, Tokenizer, open_checkpoint, resolve
-from .weights.files import read_json_object
+from .weights.checkpoint import model_config
+from .weights.files import list_folder, read_json_object, read_optional
+from .weights.folder_tokenizer import folder_tokenizer
 from .weights.gguf_file import GGUFFile
 
 
 def model_facts(model: str | None, revision: str | None) -> dict[str, Any]:
     """Facts of a model on disk or on the hub; of the latter, weights are looked at only if they are here already.
+
+    `sampling_defaults` are those of its generation config, by field of SamplingParams.
 
     What is not known is None: dtypes and stored tensors without weights, the tokenizer where there is none.
 
@@ -27,13 +32,12 @@ def model_facts(model: str | None, revision: str | None) -> dict[str, Any]:
     name = model or "demo"
     if path.is_file() or any(path.glob("*.safetensors")):
         checkpoint = open_checkpoint(path)
-        facts = _facts(name, checkpoint.config, checkpoint.generation_config, checkpoint.load_tokenizer())
+        facts = _facts(name, checkpoint.config, checkpoint.generation_config, checkpoint.load_tokenizer(), path)
         stored = _stored(_stored_tensors(checkpoint))
         return facts | _sizes(checkpoint.config, checkpoint.default_dtype, stored, checkpoint.format, path)
-    config = ModelConfig.from_hf(read_json_object(path / "config.json"))
-    generation_config = path / "generation_config.json"
-    defaults = read_json_object(generation_config) if generation_config.is_file() else {}
-    facts = _facts(name, config, defaults, Tokenizer.from_folder(path))
+    config = model_config(read_json_object(path / "config.json"), path / "config.json")
+    generation_config = read_optional(path, "generation_config.json", list_folder(path))
+    facts = _facts(name, config, generation_config, folder_tokenizer(path, config.vocab_size), path)
     return facts | _sizes(config, config.dtype, None, None, path)
 
 
@@ -44,7 +48,7 @@ def shape_facts(model: str | None) -> dict[str, Any]:
         ValueError: no shape has this name.
     """
     config = named_shape(model)
-    return _facts(model or "demo", config, {}, None) | _sizes(config, config.dtype, None, None, None)
+    return _facts(model or "demo", config, {}, None, Path()) | _sizes(config, config.dtype, None, None, None)
 
 
 def facts_text(facts: Mapping[str, Any]) -> str:
@@ -53,8 +57,9 @@ def facts_text(facts: Mapping[str, Any]) -> str:
 
 
 def _facts(
-    name: str, config: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None
+    name: str, config: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None, path: Path
 ) -> dict[str, Any]:
+    defaults = SamplingDefaults.chosen("auto", generation_config, path)
     stop_ids = sorted(eos_token_ids(config, generation_config, tokenizer))
     return {
         "model": name,
@@ -76,6 +81,8 @@ def _facts(
         "rotary": _rotary(config.rotary),
         "tokenizer": None if tokenizer is None else _tokenizer(tokenizer),
         "stop_tokens": [_token(token_id, tokenizer) for token_id in stop_ids],
+        "sampling_defaults": dict(defaults.values),
+        "generation_keys_not_used": list(defaults.unused),
     }
 
 
@@ -169,6 +176,9 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "KV cache", f"{per_token:,} bytes a token as {facts['dtype']}, {decimal(whole)} for a full context"
     yield "tokenizer", _tokenizer_line(facts["tokenizer"])
     yield "stop tokens", ", ".join(map(_token_text, facts["stop_tokens"])) or "none"
+    not_used = facts["generation_keys_not_used"]
+    defaults = SamplingDefaults(facts["sampling_defaults"]).text()
+    yield "sampling", defaults + (f"; not used: {', '.join(not_used)}" if not_used else "")
 
 
 def _traits(facts: Mapping[str, Any]) -> Iterator[str]:

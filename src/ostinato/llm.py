@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelt
 from .runtime import Chunk, Engine, EngineConfig, GraphReport, HookHandle, HookRow, SamplingParams
 from .runtime import Sequence as EngineSequence
 from .runtime.interventions import HookFunction
+from .sampling_defaults import SamplingDefaults
 from .weights import LoadReport, Tokenizer, dummy_model, load_model, open_checkpoint, resolve
 
 DEMO_SHAPE = "smollm2-135m"
@@ -32,6 +34,9 @@ class LLM:
             torch dtype.
         load_format: "auto", or "dummy" for seeded random weights without a checkpoint.
         config: sizes of the engine; None for the defaults.
+        generation_config: where sampling parameters come from that a request leaves open: "auto", the checkpoint's
+            generation_config.json; "builtin" (or, as in vLLM, "vllm"), the defaults of SamplingParams; or another
+            folder or file. Ids that end an output are the checkpoint's in any case.
         seed: of the dummy weights.
         progress: called with (bytes read, bytes in all) while a checkpoint loads.
         capture_progress: called with (buckets done, buckets in all) while graphs are captured; None: they are logged.
@@ -41,6 +46,7 @@ class LLM:
         model_config: the architecture.
         load_report: seconds and bytes of the load; None for dummy weights.
         eos_token_ids: ids that end an output: those of the config, the generation config and the tokenizer together.
+        sampling_defaults: what `generation_config` stands for.
 
     Raises:
         ValueError, OSError: a model that cannot be found or is not supported, a device that is not there, sizes that
@@ -56,6 +62,7 @@ class LLM:
         dtype: str | torch.dtype = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         config: EngineConfig | None = None,
+        generation_config: str | Path = "auto",
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
         capture_progress: Callable[[int, int], None] | None = None,
@@ -63,23 +70,25 @@ class LLM:
         target, wanted = _device(device), _dtype(dtype)
         self.tokenizer: Tokenizer | None = None
         self.load_report: LoadReport | None = None
-        generation_config: Mapping[str, Any] = {}
+        self.sampling_defaults = SamplingDefaults.chosen(generation_config, {}, Path())
         if load_format == "dummy":
             if revision is not None:
                 raise ValueError(f"revision {revision!r} only means something for a hub id, not for a shape")
             shape = model if isinstance(model, ModelConfig) else named_shape(model)
+            self.eos_token_ids = eos_token_ids(shape, {}, None)
             decoder = dummy_model(shape, dtype=wanted or shape.dtype or torch.float32, device=target, seed=seed)
         elif load_format == "auto":
             if isinstance(model, ModelConfig):
                 raise ValueError('a ModelConfig has no weights: pass load_format="dummy" for random ones')
             checkpoint = open_checkpoint(resolve(model, revision=revision))
             self.tokenizer = checkpoint.load_tokenizer()
-            generation_config = checkpoint.generation_config
+            stored = checkpoint.generation_config
+            self.sampling_defaults = SamplingDefaults.chosen(generation_config, stored, checkpoint.path)
+            self.eos_token_ids = eos_token_ids(checkpoint.config, stored, self.tokenizer)
             decoder, self.load_report = load_model(checkpoint, dtype=wanted, device=target, progress=progress)
         else:
             raise ValueError(f'load_format must be "auto" or "dummy", got {load_format!r}')
         self.model_config = decoder.config
-        self.eos_token_ids = eos_token_ids(decoder.config, generation_config, self.tokenizer)
         self._model = decoder
         self._engine = Engine(
             decoder,
@@ -111,17 +120,18 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            params: for all prompts, or one for each; None for the defaults of `SamplingParams`.
+            params: for all prompts, or one for each; taken as they are. None: `sampling_params()`, where a `max_tokens`
+                of the checkpoint is lowered to what the context leaves.
 
         Raises:
             ValueError, TypeError: a prompt or parameter that is not valid; nothing has been computed then.
         """
         singles = _prompts(prompts)
-        each = list(params) if isinstance(params, Sequence) else [_params(params)] * len(singles)
+        each = list(params) if isinstance(params, Sequence) else [params] * len(singles)
         if len(each) != len(singles):
             raise ValueError(f"{len(singles)} prompts were given, but {len(each)} SamplingParams")
         started = time.perf_counter()
-        groups = [self._engine.create(self.encode(p), _params(one)) for p, one in zip(singles, each, strict=True)]
+        groups = [self._create(prompt, one) for prompt, one in zip(singles, each, strict=True)]
         for _ in self._run([sequence for group in groups for sequence in group]):
             pass
         return [_request_output(p, group, started) for p, group in zip(singles, groups, strict=True)]
@@ -132,7 +142,7 @@ class LLM:
         The request is checked here and computed as the iterator is read. Closing the iterator ends the request; several
         may be read in turns.
         """
-        sequences = self._engine.create(self.encode(prompt), _params(params))
+        sequences = self._create(prompt, params)
 
         def deltas() -> Generator[StreamDelta]:
             shown, has_ended = [0] * len(sequences), [False] * len(sequences)
@@ -148,13 +158,21 @@ class LLM:
 
         return deltas()
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None) -> RequestOutput:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None = None, **variables: Any
+    ) -> RequestOutput:
         """The reply to a conversation, `[{"role": "user", "content": "…"}, …]`, through the model's chat template.
+
+        `variables` are for the template, such as `tools`; `template` chooses one by name.
 
         Raises:
             ValueError: no tokenizer, no chat template, or messages that the template refuses.
         """
-        return self.generate(self.encode_chat(messages), params)[0]
+        return self.generate(self.encode_chat(messages, **variables), params)[0]
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """SamplingParams of the given fields; the others are `sampling_defaults`, and then SamplingParams' own."""
+        return self.sampling_defaults.params(given)
 
     def hook(self, layer: int, function: HookFunction, where: Callable[[HookRow], bool] | None = None) -> HookHandle:
         """Read or change hidden states in front of a layer, of prompts and of every decode step.
@@ -197,11 +215,23 @@ class LLM:
             raise ValueError("the model has no tokenizer: give the prompt as token ids")
         return self.tokenizer.encode(prompt)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Token ids of a conversation up to where the model's reply begins."""
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation up to where the model's reply begins; `variables` as in `chat`."""
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer, hence no chat template")
-        return self.tokenizer.encode_chat(messages)
+        return self.tokenizer.encode_chat(messages, **variables)
+
+    def _create(self, prompt: Prompt, params: SamplingParams | None) -> list[EngineSequence]:
+        """The sequences of a request, checked."""
+        if params is not None and not isinstance(params, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {params!r}")
+        prompt_ids = self.encode(prompt)
+        if params is None:
+            params = self.sampling_params()
+            if "max_tokens" in self.sampling_defaults.values:
+                room = max(1, self.max_model_len - len(prompt_ids))
+                params = replace(params, max_tokens=min(params.max_tokens or room, room))
+        return self._engine.create(prompt_ids, params)
 
     def _run(self, sequences: list[EngineSequence]) -> Iterator[None]:
         """Queue sequences and step until all have ended, yielding whenever there may be news; what is left is aborted.
@@ -249,12 +279,6 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _params(params: SamplingParams | None) -> SamplingParams:
-    if params is not None and not isinstance(params, SamplingParams):
-        raise TypeError(f"params must be SamplingParams, got {params!r}")
-    return params or SamplingParams()
 
 
 def _request_output(prompt: Prompt, sequences: list[EngineSequence], called: float) -> RequestOutput:
