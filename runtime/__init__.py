@@ -2,6 +2,7 @@
 
 from .config import EngineConfig
 from .engine import Engine
+from .errors import HookError, RequestError
 from .graph_dispatch import Chunk
 from .graph_reason import Path, Reason
 from .graph_report import GraphReport
@@ -18,11 +19,13 @@ __all__ = [
     "FinishReason",
     "GraphReport",
     "GraphsRequiredError",
+    "HookError",
     "HookHandle",
     "HookRow",
     "InferenceGraphCapture",
     "Path",
     "Reason",
+    "RequestError",
     "SamplingParams",
     "Sequence",
     "StepMode",

@@ -10,7 +10,12 @@ class BlockAllocator:
     """Hands out block numbers from `FIRST_BLOCK` to `num_blocks - 1`, each to one owner at a time."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._free = deque(range(FIRST_BLOCK, num_blocks))
+        self._num_blocks = num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Every block is free, whoever had it."""
+        self._free = deque(range(FIRST_BLOCK, self._num_blocks))
         self._owned: set[int] = set()
 
     @property

@@ -103,8 +103,8 @@ class DecodeGraphs:
         }
         self.blocks: list[PiecewiseCudaGraphRunner] = []
         self.cuts: tuple[int, ...] = ()
-        self._set_cuts(())
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
+        self._set_cuts(())
         for runner in self._runners:
             runner.prepare_for_capture()
         pieces.sampler.claim_counts()
@@ -138,11 +138,19 @@ class DecodeGraphs:
                     self._capturer.capture_one(runner, own)
         return self.missing(path, key) is None
 
-    def missing(self, path: Path, key: BucketKey) -> Reason | None:
-        """Why a bucket of a path is not there; of a piecewise step, the first region's reason."""
-        if (path, key) in self._failed:
-            return self._failed[path, key][0]
+    def missing(self, path: Path, key: BucketKey, cuts: Sequence[int] | None = None) -> Reason | None:
+        """Why a bucket of a path is not there; of a piecewise step, the first region's reason.
+
+        Args:
+            cuts: as it will be once the blocks are cut there: new regions miss nothing yet.
+        """
         runners = self._of(path, key)
+        if path is Path.PIECEWISE and cuts is not None and self.would_recut(cuts):
+            labels = {_label(span) for span in block_spans(self._pieces.num_layers, cuts)}
+            gone = [id(runner) for runner in self.blocks if runner.label not in labels]
+            runners = [runner for runner in runners if id(runner) not in gone]
+        elif (path, key) in self._failed:
+            return self._failed[path, key][0]
         for runner in runners:
             reason = runner.drop_reasons.get(runner_key(runner, key))
             if reason is not None:
@@ -180,29 +188,29 @@ class DecodeGraphs:
 
         Buffers are those that were claimed at start-up. Graphs of regions that are gone are forgotten.
         """
-        wanted = tuple(sorted(set(cuts)))
-        if wanted == self.cuts:
+        if not self.would_recut(cuts):
             return False
-        self.cuts = wanted
-        return self._set_cuts(wanted)
+        self._set_cuts(tuple(sorted(set(cuts))))
+        return True
 
-    def _set_cuts(self, cuts: tuple[int, ...]) -> bool:
+    def would_recut(self, cuts: Sequence[int]) -> bool:
+        """Whether these cuts differ from those that are made."""
+        return tuple(cuts) != self.cuts and tuple(sorted(set(cuts))) != self.cuts
+
+    def _set_cuts(self, cuts: tuple[int, ...]) -> None:
         before = {runner.label: runner for runner in self.blocks}
-        spans = block_spans(self._pieces.num_layers, cuts)
-        self.blocks = []
-        for span in spans:
-            label = f"blocks[{span[0]}:{span[1]}] {span[2]} -> {span[3]}"
-            runner = before.pop(label, None)
+        blocks = []
+        for span in block_spans(self._pieces.num_layers, cuts):
+            runner = before.pop(_label(span), None)
             if runner is None:
                 region = block_region(self._pieces, self.resources.buffers, self.settings.sizes, span)
-                runner = self._region(label, region)
+                runner = self._region(_label(span), region)
                 runner.prepare_for_capture()
-            self.blocks.append(runner)
+            blocks.append(runner)
+        self._failed = {at: why for at, why in self._failed.items() if at[0] is not Path.PIECEWISE}
+        self.blocks, self.cuts = blocks, cuts  # together: Ctrl-C may come before or after
         for runner in before.values():
             runner.release_graphs()
-        for failed in [entry for entry in getattr(self, "_failed", {}) if entry[0] is Path.PIECEWISE]:
-            del self._failed[failed]
-        return True
 
     def _of(self, path: Path, key: BucketKey | None = None) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
         """The runners of a path, or of one bucket of it."""
@@ -218,14 +226,23 @@ class DecodeGraphs:
 
     # Running a bucket
 
-    def run_whole(self, key: BucketKey, num_rows: int, *, eager: bool) -> dict[str, Tensor]:
-        """A step on a bucket, in one graph or by its Python; returns its outputs, padding rows included."""
-        if eager:
-            return self.whole.run_eager(key, {})
-        lease = self.whole.lease(key)
-        outputs = self.whole.run_forward(lease, {})
-        self.whole.release(lease, num_rows)
-        return outputs
+    def run_whole(
+        self, key: BucketKey, num_rows: int, *, eager: bool, replay_failed: Callable[[Exception], None]
+    ) -> dict[str, Tensor]:
+        """A step on a bucket, in one graph or by its Python; returns its outputs, padding rows included.
+
+        Args:
+            replay_failed: as for `run_piecewise`.
+        """
+        if not eager:
+            try:
+                lease = self.whole.lease(key)
+                outputs = self.whole.run_forward(lease, {})
+                self.whole.release(lease, num_rows)
+                return outputs
+            except Exception as error:
+                replay_failed(error)
+        return self.whole.run_eager(key, {})
 
     def run_piecewise(
         self,
@@ -235,13 +252,18 @@ class DecodeGraphs:
         eager: bool,
         at_layer: Callable[[int, Tensor], None],
         at_logits: Callable[[Tensor], None],
+        replay_failed: Callable[[Exception], None],
     ) -> dict[str, Tensor]:
         """A step on a bucket, region by region.
+
+        A region whose replay fails has its inputs still, since none writes to them: it runs eagerly, and so do those
+        after it. What ran before, users' code above all, does not run again.
 
         Args:
             eager: run the Python of the regions, on the same buffers.
             at_layer: called with (layer, hidden states of the real rows) at each cut.
             at_logits: called with the logits of the real rows.
+            replay_failed: called with what a replay raised; may raise itself, where no step may be eager.
         """
         get, pieces = self.resources.buffers.get, self._pieces
         names = ("blocks.in", "preamble.cos", "preamble.sin", "preamble.slot_mapping")
@@ -249,9 +271,14 @@ class DecodeGraphs:
         context = {"cos": preamble.cos, "sin": preamble.sin, "slot_mapping": preamble.slot_mapping}
 
         def run(region: PiecewiseCudaGraphRunner, inputs: dict[str, Tensor]) -> PiecewiseOutput:
-            if eager:
-                return region.run_eager(inputs, key.bs, num_rows)
-            return region.run(inputs, real_bs=num_rows)
+            nonlocal eager
+            if not eager:
+                try:
+                    return region.run(inputs, real_bs=num_rows)
+                except Exception as error:
+                    replay_failed(error)
+                    eager = True
+            return region.run_eager(inputs, key.bs, num_rows)
 
         hidden, layer = preamble.hidden, 0
         for region, span in zip(self.blocks, block_spans(pieces.num_layers, self.cuts), strict=True):
@@ -297,6 +324,10 @@ class DecodeGraphs:
     def _zero_sink(self) -> None:
         for cache in (*self._pieces.kv_cache.k, *self._pieces.kv_cache.v):
             cache[SINK_BLOCK].zero_()
+
+
+def _label(span: tuple[int, int, str, str]) -> str:
+    return f"blocks[{span[0]}:{span[1]}] {span[2]} -> {span[3]}"
 
 
 def runner_key(runner: CudaGraphRunner | PiecewiseCudaGraphRunner, key: BucketKey) -> BucketKey:

@@ -3,7 +3,6 @@
 import itertools
 import logging
 import time
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from .decode_pieces import DecodePieces
 from .graph_buckets import BucketKey
 from .graph_counters import EXPECTED_EAGER, GraphCounters
 from .graph_dispatch import Batch, BucketView, Chunk, Dispatcher
-from .graph_reason import REPLAYS, Path
+from .graph_reason import REPLAYS, Path, Reason
 from .inference_graph_capture import InferenceGraphCapture, StepMode
 from .interventions import HookRow, Hooks, edit_logits, has_logits_processor, has_token_mask
 from .rank_agreement import GraphsRequiredError, fail_if_graphs_required
@@ -70,7 +69,6 @@ class DecodeRunner:
         self._hooks = hooks
         self._machines: dict[tuple[Path, BucketKey], InferenceGraphCapture] = {}
         self._num_captured = 0
-        self._users_error: Exception | None = None
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
@@ -152,38 +150,34 @@ class DecodeRunner:
         chunk = self._ready(chunk)
         self._check_allowed(chunk)
         with rows_in_front(state, sampler, chunk.start, chunk.stop, key.bs):
-            try:
-                outputs = self._run_bucket(chunk, planned, sequences)
-            except Exception as error:
-                if chunk.path is Path.EAGER or error is self._users_error:
-                    raise
-                chunk = self._after_failure(chunk, error)
-                outputs = self._run_bucket(chunk, planned, sequences)
+            done, outputs = self._run_bucket(chunk, planned, sequences)
             self._advance(planned, key)
-            return chunk, self._finish(_sampled(outputs, len(sequences)), len(sequences))
+            return done, self._finish(_sampled(outputs, len(sequences)), len(sequences))
 
-    def _run_bucket(self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence]) -> dict[str, Tensor]:
+    def _run_bucket(self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence]) -> tuple[Chunk, dict[str, Tensor]]:
+        """The outputs of a step on a bucket, and what it ran as: eagerly, where a replay failed."""
         assert self.graphs is not None, "a bucket belongs to graphs"
         assert chunk.key is not None, "a bucket has a key"
+        done = chunk
+
+        def replay_failed(error: Exception) -> None:
+            nonlocal done
+            done = self._after_failure(chunk, error)
+
         eager, num_rows = chunk.path is Path.EAGER, len(sequences)
         if path is Path.WHOLE:
-            return self.graphs.run_whole(chunk.key, num_rows, eager=eager)
+            outputs = self.graphs.run_whole(chunk.key, num_rows, eager=eager, replay_failed=replay_failed)
+            return done, outputs
         rows = hook_rows(sequences)
-        return self.graphs.run_piecewise(
+        outputs = self.graphs.run_piecewise(
             chunk.key,
             num_rows,
             eager=eager,
-            at_layer=lambda layer, hidden: self._call_user(lambda: self._hooks.apply(layer, hidden, rows)),
-            at_logits=lambda logits: self._call_user(lambda: edit_logits(logits, sequences)),
+            at_layer=lambda layer, hidden: self._hooks.apply(layer, hidden, rows),
+            at_logits=lambda logits: edit_logits(logits, sequences),
+            replay_failed=replay_failed,
         )
-
-    def _call_user(self, call: Callable[[], None]) -> None:
-        """Run a user's code between replays; its error is not a failure of a graph."""
-        try:
-            call()
-        except Exception as error:
-            self._users_error = error
-            raise
+        return done, outputs
 
     def _run_rows(self, sequences: SequenceOf[Sequence]) -> SampledTokens:
         """Eagerly on exactly these rows; the host knows how far their tables reach."""
@@ -221,7 +215,7 @@ class DecodeRunner:
         return self._eager(chunk)
 
     def _after_failure(self, chunk: Chunk, error: Exception) -> Chunk:
-        """A replay failed before it committed: the step runs eagerly, and the bucket from now on."""
+        """A replay failed before it committed: the rest of the step runs eagerly, and the bucket from now on."""
         assert self.graphs is not None, "a bucket belongs to graphs"
         assert chunk.key is not None, "a bucket has a key"
         self.graphs.fail(chunk.path, chunk.key, f"{type(error).__name__}: {error}")
@@ -267,9 +261,14 @@ class DecodeRunner:
             if self.policy.lazy_steps is None:
                 return None
             machine = self._machines.get((path, key))
+            if machine is not None and not machine.is_enabled and path is Path.PIECEWISE:
+                machine = None if graphs.would_recut(self._hooks.layers) else machine  # as `run` will forget it
             return machine.step_mode if machine is not None else StepMode.WARMUP
 
-        return BucketView(graphs.configs, lambda key: graphs.missing(path, key), step_mode)
+        def missing(key: BucketKey) -> Reason | None:
+            return graphs.missing(path, key, self._hooks.layers if path is Path.PIECEWISE else None)
+
+        return BucketView(graphs.configs, missing, step_mode)
 
 
 def run_blocks(

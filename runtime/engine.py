@@ -3,7 +3,7 @@
 import logging
 import secrets
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 
 import torch
@@ -17,6 +17,7 @@ from .decode_graphs import DecodeGraphs, GraphSettings
 from .decode_pieces import DecodePieces
 from .decode_runner import DecodePolicy, DecodeRunner
 from .detokenizer import TokenDecoder
+from .errors import RequestError, what_failed
 from .graph_buckets import capture_sizes
 from .graph_reason import Path
 from .graph_report import GraphReport, coverage_lines, graph_report
@@ -79,6 +80,9 @@ class Engine:
             graphs = DecodeGraphs(DecodePieces(model, kv_cache, state, sampler), backend, settings)
         self._runner = ModelRunner(model, kv_cache, state, sampler, hooks=self.hooks, policy=policy, graphs=graphs)
         self._max_num_seqs = config.max_num_seqs
+        self._is_working = False
+        self._is_torn = False
+        self._doomed: list[Sequence] = []
         self.decode_runner.start(capture_progress)
         for line in coverage_lines(self.decode_runner, config.max_num_seqs) if graphs is not None else ():
             logger.info("batch size %s", line.strip())
@@ -155,58 +159,120 @@ class Engine:
     def step(self) -> None:
         """Do one batch of work: part of some prompts, or one token for every sequence that is through with its own.
 
-        If it fails, or is interrupted, the sequences that were under way are aborted: their rows may be anywhere
-        between two steps. Those that wait can still be served.
-        """
-        batch = self._scheduler.schedule()
-        try:
-            result = self._runner.run(batch)
-            now = time.perf_counter()
-            for sequence, token_id, logprobs in zip(result.sequences, result.token_ids, result.logprobs, strict=True):
-                self._accept(sequence, token_id, logprobs, now)
-                if sequence.is_finished:
-                    self._retire(sequence)
-        except BaseException:
-            self._abandon()
-            raise
+        A sequence whose own code fails (logits processors, token masks, its text) ends with `error` set, alone. If the
+        step itself fails or is interrupted, the sequences that were under way are ended: their rows may be anywhere
+        between two steps. Those that wait can still be served. Does nothing where no work is left.
 
-    def abort(self, sequence: Sequence) -> None:
-        """Stop a queued sequence wherever it stands; one that has ended is left alone."""
-        if not sequence.is_finished:
-            text, _ = sequence.text_stream.finish()
-            if sequence.output_texts:
-                sequence.output_texts[-1] += text
-            sequence.finish_reason = FinishReason.ABORT
-            sequence.finish_time = time.perf_counter()
-            self._retire(sequence)
+        Raises:
+            HookError: a hook raised, so that the step could not be served.
+            RuntimeError: it is called out of a step.
+        """
+        if self._is_working:
+            raise RuntimeError("an engine cannot generate out of its own step: from a hook or a logits processor")
+        self._undivided(self._step)
+
+    def abort(self, *sequences: Sequence) -> None:
+        """Stop sequences wherever they stand; those that have ended are left alone.
+
+        What is asked for in the middle of a step, by a stream that is dropped there, is done at its end.
+        """
+        self._doomed.extend(sequence for sequence in sequences if not sequence.is_finished)
+        if self._doomed and not self._is_working:
+            self._undivided(self._bury)
+
+    def _undivided(self, work: Callable[[], None]) -> None:
+        """Do work that must not stop in the middle. Where it did, all that was under way is ended, now or next time."""
+        self._mend(None)
+        try:
+            self._is_working = self._is_torn = True
+            work()
+            self._is_torn = False
+        except BaseException as error:
+            self._mend(error)
+            raise
+        finally:
+            self._is_working = False
+
+    def _mend(self, error: BaseException | None) -> None:
+        """End whatever was under way when something stopped in the middle. May itself stop in the middle."""
+        if not self._is_torn:
+            return
+        try:
+            self._is_working = True
+            for sequence in self._scheduler.admitted:
+                if isinstance(error, Exception) and not sequence.is_finished:
+                    sequence.error = RequestError(what_failed("a step that this request was in", error))
+                    sequence.error.__cause__ = error
+                self._end(sequence, FinishReason.ABORT)
+            self._runner.clear_rows()
+            self._scheduler.reset()
+            self._is_torn = False
+        finally:
+            self._is_working = False
+
+    def _bury(self) -> None:
+        """Take out those whose abort was asked for; more may come meanwhile."""
+        while self._doomed:
+            sequence = self._doomed[0]
+            if not sequence.is_finished:
+                self._end(sequence, FinishReason.ABORT)
+                self._retire(sequence)
+            self._doomed.pop(0)
+
+    def _step(self) -> None:
+        self._bury()
+        if not self._scheduler.has_work:
+            return
+        result = self._runner.run(self._scheduler.schedule())
+        now = time.perf_counter()
+        for sequence, token_id, logprobs in zip(result.sequences, result.token_ids, result.logprobs, strict=True):
+            if sequence.error is None:
+                self._accept(sequence, token_id, logprobs, now)
+            if sequence.error is not None:
+                self._end(sequence, FinishReason.ERROR)
+            if sequence.is_finished:
+                self._retire(sequence)
+        self._bury()
 
     def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Append a token, and find out whether it is the last one."""
+        is_stop = token_id in sequence.stop_ids and len(sequence.output_ids) + 1 >= sequence.params.min_tokens
+        is_last = not is_stop and len(sequence.output_ids) + 1 == sequence.max_tokens
+        try:
+            text, stop_string = sequence.text_stream.push(token_id, is_stop_token=is_stop)
+            if stop_string is None and is_last:
+                rest, stop_string = sequence.text_stream.finish()
+                text += rest
+        except Exception as error:
+            sequence.error = RequestError(what_failed(f"the tokenizer, for output token {token_id},", error))
+            sequence.error.__cause__ = error
+            return
         sequence.output_ids.append(token_id)
+        sequence.output_texts.append(text)
         if logprobs is not None:
             sequence.logprobs.append(logprobs)
         if len(sequence.output_ids) == 1:
             sequence.first_token_time = now
-        is_stop = token_id in sequence.stop_ids and len(sequence.output_ids) >= sequence.params.min_tokens
-        text, stop_string = sequence.text_stream.push(token_id, is_stop_token=is_stop)
-        if stop_string is None and not is_stop and len(sequence.output_ids) == sequence.max_tokens:
-            rest, stop_string = sequence.text_stream.finish()
-            text += rest
-            sequence.finish_reason = FinishReason.LENGTH
         if is_stop or stop_string is not None:
             sequence.finish_reason = FinishReason.STOP
             sequence.stop_reason = token_id if token_id in sequence.params.stop_token_ids else stop_string
-        sequence.output_texts.append(text)
+        elif is_last:
+            sequence.finish_reason = FinishReason.LENGTH
         if sequence.is_finished:
             sequence.finish_time = now
 
-    def _abandon(self) -> None:
-        """Take out every sequence that holds blocks."""
-        for sequence in [*self._scheduler.prefilling, *self._scheduler.running]:
-            if sequence.is_finished:
-                self._retire(sequence)
-            else:
-                self.abort(sequence)
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """End a sequence that has not ended, with the text that was held back."""
+        if sequence.is_finished:
+            return
+        try:
+            text, _ = sequence.text_stream.finish()
+        except Exception:
+            text = ""  # a tokenizer that fails has nothing more to say
+        if sequence.output_texts:
+            sequence.output_texts[-1] += text
+        sequence.finish_reason = reason if sequence.error is None else FinishReason.ERROR
+        sequence.finish_time = time.perf_counter()
 
     def _retire(self, sequence: Sequence) -> None:
         """Take a sequence's row off the device before its blocks can go to another."""
@@ -215,14 +281,14 @@ class Engine:
             self._runner.retire_row(move.source, move.target)
         self._scheduler.release(sequence)
 
-    def _check_prompt(self, prompt_ids: SequenceOf[int]) -> list[int]:
+    def _check_prompt(self, prompt_ids: SequenceOf[int]) -> tuple[int, ...]:
         if not prompt_ids:
             raise ValueError("the prompt is empty: it must have at least 1 token")
         for token_id in prompt_ids:
             if type(token_id) is not int:
                 raise TypeError(f"a prompt's token ids must be integers, got {token_id!r}")
             self._check_token_id("prompt", token_id)
-        return list(prompt_ids)
+        return tuple(prompt_ids)
 
     def _check_token_id(self, kind: str, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:

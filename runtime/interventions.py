@@ -1,11 +1,13 @@
 """What users run between the pieces of a step: hooks on hidden states, logits processors, masks of tokens."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .errors import HookError, RequestError, name_of, what_failed
 from .sequence import Sequence as EngineSequence
 
 
@@ -49,19 +51,19 @@ class _Hook:
 
 
 class Hooks:
-    """Functions that read or change the hidden states in front of a layer, in the order they were added."""
+    """Functions that read or change the hidden states in front of a layer, in the order they were added.
+
+    Attributes:
+        layers: where they are, each layer once, in order.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self._num_layers = num_layers
         self._hooks: dict[HookHandle, _Hook] = {}
+        self.layers: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self._hooks)
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Where hooks are, each layer once."""
-        return tuple(sorted({handle.layer for handle in self._hooks}))
 
     def add(self, layer: int, function: HookFunction, where: Callable[[HookRow], bool] | None = None) -> HookHandle:
         """See `LLM.hook`."""
@@ -69,43 +71,57 @@ class Hooks:
             raise ValueError(f"a hook's layer must be in 0 ... {self._num_layers}, got {layer!r}")
         handle = HookHandle(self, layer)
         self._hooks[handle] = _Hook(function, where)
+        self._list_layers()
         return handle
 
     def remove(self, handle: HookHandle) -> None:
         self._hooks.pop(handle, None)
+        self._list_layers()
+
+    def _list_layers(self) -> None:
+        self.layers = tuple(sorted({handle.layer for handle in self._hooks}))
 
     def apply(self, layer: int, hidden: Tensor, rows: Sequence[HookRow]) -> None:
         """Run the hooks of a layer; what they return is written to `hidden`.
 
         Args:
             hidden: `[num_tokens, hidden_size]`, real tokens only.
+
+        Raises:
+            HookError: a hook raised, or returned what is no hidden states.
         """
         for handle, hook in list(self._hooks.items()):
-            if handle.layer != layer:
-                continue
-            if hook.where is None:
-                changed = hook.function(hidden, tuple(rows))
-                _check(changed, hidden, "a hook must return None or hidden states")
-                if changed is not None and changed is not hidden:
-                    hidden.copy_(changed)
-                continue
-            chosen: list[HookRow] = []
-            tokens: list[int] = []
-            end = 0
-            for row in rows:
-                if hook.where(row):
-                    span = row.stop - row.start
-                    tokens += range(row.start, row.stop)
-                    chosen.append(
-                        HookRow(end, end + span, row.position, row.prompt_ids, row.output_ids, row.sample_index)
-                    )
-                    end += span
-            if chosen:
-                index = torch.tensor(tokens, device=hidden.device)
-                part = hidden.index_select(0, index)
-                changed = hook.function(part, tuple(chosen))
-                _check(changed, part, "a hook must return None or hidden states")
-                hidden.index_copy_(0, index, part if changed is None else changed.to(hidden.dtype))
+            if handle.layer == layer:
+                try:
+                    _apply(hook, hidden, rows)
+                except Exception as error:
+                    raise HookError(
+                        what_failed(f"the hook {name_of(hook.function)} at layer {layer}", error)
+                    ) from error
+
+
+def _apply(hook: _Hook, hidden: Tensor, rows: Sequence[HookRow]) -> None:
+    if hook.where is None:
+        changed = hook.function(hidden, tuple(rows))
+        _check(changed, hidden, "a hook must return None or hidden states")
+        if changed is not None and changed is not hidden:
+            hidden.copy_(changed)
+        return
+    chosen: list[HookRow] = []
+    tokens: list[int] = []
+    end = 0
+    for row in rows:
+        if hook.where(row):
+            span = row.stop - row.start
+            tokens += range(row.start, row.stop)
+            chosen.append(HookRow(end, end + span, row.position, row.prompt_ids, row.output_ids, row.sample_index))
+            end += span
+    if chosen:
+        index = torch.tensor(tokens, device=hidden.device)
+        part = hidden.index_select(0, index)
+        changed = hook.function(part, tuple(chosen))
+        _check(changed, part, "a hook must return None or hidden states")
+        hidden.index_copy_(0, index, part if changed is None else changed.to(hidden.dtype))
 
 
 def _check(changed: Tensor | None, given: Tensor, rule: str) -> None:
@@ -117,24 +133,45 @@ def _check(changed: Tensor | None, given: Tensor, rule: str) -> None:
 def edit_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
     """Run each sequence's logits processors, then leave it its allowed tokens; in place.
 
+    A sequence whose own code fails gets an `error`, and logits of zero; the others do not notice.
+
     Args:
         logits: `[num_rows, vocab_size]`, one row for each sequence.
-
-    Raises:
-        ValueError: a processor's result is no tensor of the row's shape, an allowed id is outside the vocabulary, or no
-            token is allowed.
     """
     for row, sequence in zip(logits, sequences, strict=True):
-        params = sequence.params
-        for processor in params.logits_processors:
-            changed = processor(sequence.prompt_ids, sequence.output_ids, row)
+        try:
+            _edit_row(row, sequence)
+        except RequestError as error:
+            sequence.error = error
+            row.zero_()
+
+
+def _edit_row(row: Tensor, sequence: EngineSequence) -> None:
+    params = sequence.params
+    if not params.logits_processors and params.allowed_token_ids is None:
+        return
+    prompt_ids, output_ids = sequence.prompt_ids, tuple(sequence.output_ids)
+    token = f"for output token {len(output_ids)}"
+    for processor in params.logits_processors:
+        with _own_code(f"the logits processor {name_of(processor)}, {token},"):
+            changed = processor(prompt_ids, output_ids, row)
+            _check(changed, row, "a logits processor must return None or logits")
             if changed is not None and changed is not row:
-                _check(changed, row, "a logits processor must return None or logits")
                 row.copy_(changed)
-        allowed = params.allowed_token_ids
-        if allowed is not None:
-            ids = allowed(sequence.prompt_ids, sequence.output_ids) if callable(allowed) else allowed
+    allowed = params.allowed_token_ids
+    if allowed is not None:
+        with _own_code(f"allowed_token_ids, {token},"):
+            ids = allowed(prompt_ids, output_ids) if callable(allowed) else allowed
             row.masked_fill_(~_mask(ids, row), -torch.inf)
+
+
+@contextmanager
+def _own_code(where: str) -> Iterator[None]:
+    """Within the body runs what a request brought along."""
+    try:
+        yield
+    except Exception as error:
+        raise RequestError(what_failed(where, error)) from error
 
 
 def has_logits_processor(sequences: Sequence[EngineSequence]) -> bool:

@@ -70,6 +70,12 @@ class ModelRunner:
         self._state.clear_rows([source])
         self._sampler.clear_row(source)
 
+    @torch.inference_mode()
+    def clear_rows(self) -> None:
+        """Clear every row, whatever state an interrupted step left it in."""
+        self._state.reset()
+        self._sampler.reset()
+
     def _prefill(self, batch: PrefillBatch) -> StepResult:
         chunks = batch.chunks
         sizes = [chunk.stop - chunk.start for chunk in chunks]

@@ -69,14 +69,12 @@ class PiecewiseConfig:
         shapes: the buckets.
         inputs: its static inputs.
         claim: claims further buffers that `fn` uses, for the largest shape.
-        lease_before_step: take the graph slot before the step is declared, so that its resources are planned for it.
     """
 
     fn: Callable[[PiecewiseCallInputs], Mapping[str, Tensor]]
     shapes: tuple[PiecewiseCaptureShape, ...]
     inputs: Mapping[str, InputSpec]
     claim: Callable[[Sequence[PiecewiseCaptureShape]], None] = lambda shapes: None
-    lease_before_step: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,11 +150,6 @@ class PiecewiseCudaGraphRunner:
     @property
     def drop_reasons(self) -> dict[BucketKey, tuple[Reason, str]]:
         return self._runner.drop_reasons
-
-    @property
-    def lease_before_step(self) -> bool:
-        """Whether the region's graph slot is taken ahead of the declaration of the step."""
-        return self.config.lease_before_step
 
     @property
     def graphs(self) -> dict[PiecewiseGraphKey, PiecewiseGraphData]:

@@ -90,14 +90,23 @@ class Sampler:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self._roads = [SampleRoad()] * max_num_seqs
-        self._reals = torch.tensor([_NEUTRAL_REALS] * max_num_seqs, dtype=torch.float32, device=device)
-        self._integers = torch.tensor([_NEUTRAL_INTEGERS] * max_num_seqs, dtype=torch.int64, device=device)
-        self._bias_ids = torch.zeros(max_num_seqs, MAX_LOGIT_BIASES, dtype=torch.int64, device=device)
-        self._biases = torch.full((max_num_seqs, MAX_LOGIT_BIASES), UNUSED_BIAS, dtype=torch.float32, device=device)
-        self._banned_ids = torch.zeros(max_num_seqs, MAX_BANNED_IDS, dtype=torch.int64, device=device)
-        self._is_banned = torch.zeros(max_num_seqs, MAX_BANNED_IDS, dtype=torch.bool, device=device)
+        self._reals = torch.empty(max_num_seqs, len(_NEUTRAL_REALS), dtype=torch.float32, device=device)
+        self._integers = torch.empty(max_num_seqs, len(_NEUTRAL_INTEGERS), dtype=torch.int64, device=device)
+        self._bias_ids = torch.empty(max_num_seqs, MAX_LOGIT_BIASES, dtype=torch.int64, device=device)
+        self._biases = torch.empty(max_num_seqs, MAX_LOGIT_BIASES, dtype=torch.float32, device=device)
+        self._banned_ids = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.int64, device=device)
+        self._is_banned = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.bool, device=device)
         self._counts: tuple[Tensor, Tensor] | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Clear every row at once, whatever state it was left in."""
+        self._roads = [SampleRoad()] * self.max_num_seqs
+        self._reals.copy_(torch.tensor(_NEUTRAL_REALS))
+        self._integers.copy_(torch.tensor(_NEUTRAL_INTEGERS))
+        self._biases.fill_(UNUSED_BIAS)
+        for tensor in (self._bias_ids, self._banned_ids, self._is_banned):
+            tensor.zero_()
 
     def claim_counts(self) -> tuple[Tensor, Tensor]:
         """The token counts, in_prompt bool and output_counts int32, both `[max_num_seqs, vocab_size]`.

@@ -47,6 +47,9 @@ class Scheduler:
     """Admits sequences first come, first served, and keeps the decoding ones in rows without gaps.
 
     A sequence is admitted once the blocks for its longest outcome are free, so it never has to be interrupted.
+
+    Any method may be left in the middle by Ctrl-C. A sequence is always entered where it goes before it is taken from
+    where it was, so that `admitted` misses none, and `reset` puts all in order.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._leaving: list[Sequence] = []
         self._allocator = allocator
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
@@ -81,14 +85,17 @@ class Scheduler:
 
         The row must be moved and cleared on the device before `release` gives the sequence's blocks to others.
         """
+        self._leaving.append(sequence)
         if sequence.row is None:
-            (self.prefilling if sequence in self.prefilling else self.waiting).remove(sequence)
+            for queue in (self.prefilling, self.waiting):
+                if sequence in queue:
+                    queue.remove(sequence)
             return None
         move = RowMove(source=len(self.running) - 1, target=sequence.row)
-        last = self.running.pop()
-        if last is not sequence:
-            self.running[move.target] = last
-            last.row = move.target
+        last = self.running[move.source]
+        self.running[move.target] = last
+        last.row = move.target
+        self.running.pop()
         sequence.row = None
         return move
 
@@ -96,16 +103,35 @@ class Scheduler:
         """Give back the blocks of a retired sequence."""
         self._allocator.free(sequence.blocks)
         sequence.blocks = []
+        self._leaving.remove(sequence)
+
+    @property
+    def admitted(self) -> list[Sequence]:
+        """Whatever may hold blocks or a row, each once."""
+        return list(dict.fromkeys([*self.prefilling, *self.running, *self._leaving]))
+
+    def reset(self) -> None:
+        """Keep those that wait, in their order, and drop the rest: all blocks are free then.
+
+        The rows of the device must be cleared before. May itself be left in the middle and called again.
+        """
+        admitted = self.admitted
+        self.waiting = deque(s for s in self.waiting if s not in admitted and not s.is_finished)
+        self._allocator.reset()
+        for sequence in admitted:
+            sequence.blocks, sequence.row = [], None
+        self.prefilling, self.running, self._leaving = [], [], []
 
     def _admit(self) -> None:
         while self.waiting and len(self.prefilling) + len(self.running) < self._max_num_seqs:
             num_blocks = -(-self.waiting[0].max_len // self._block_size)
             if num_blocks > self._allocator.num_free:
                 return
-            sequence = self.waiting.popleft()
+            sequence = self.waiting[0]
+            self.prefilling.append(sequence)
             sequence.start_time = time.perf_counter()
             sequence.blocks = self._allocator.allocate(num_blocks)
-            self.prefilling.append(sequence)
+            self.waiting.popleft()
 
     def _chunks(self) -> list[PrefillChunk]:
         chunks = []
@@ -116,9 +142,9 @@ class Scheduler:
             chunk = PrefillChunk(sequence, start, stop)
             chunks.append(chunk)
             if chunk.is_last:
-                self.prefilling.remove(sequence)
                 sequence.row = len(self.running)
                 self.running.append(sequence)
+                self.prefilling.remove(sequence)
             budget -= stop - start
             if not budget:
                 break

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from .errors import RequestError
 from .sampling_params import SamplingParams
 from .text_stream import TextStream
 
@@ -14,6 +15,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
 
 
 class TokenLogprobs(NamedTuple):
@@ -37,11 +39,12 @@ class Sequence:
         row: its row while it decodes, None before and after.
         output_ids, output_texts: the tokens generated, and the text that each one made certain (often none yet).
         stop_reason: the stop id or stop string that ended it; None at an eos id.
+        error: why it cannot go on; the engine ends it then.
         start_time, first_token_time, finish_time: `time.perf_counter()` seconds when it was admitted, had its first
             token, and ended; 0.0 until then.
     """
 
-    prompt_ids: list[int]
+    prompt_ids: tuple[int, ...]
     params: SamplingParams
     sample_index: int
     seed: int
@@ -56,6 +59,7 @@ class Sequence:
     row: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: RequestError | None = None
     start_time: float = 0.0
     first_token_time: float = 0.0
     finish_time: float = 0.0

@@ -94,6 +94,11 @@ class StepState:
             tensor[start:stop].zero_()
         self.block_tables[start:stop].fill_(SINK_BLOCK)
 
+    def reset(self) -> None:
+        """Every row is dead, and host and device count the same steps again, wherever a step was left."""
+        self.kill_rows(0, len(self.seq_lens))
+        self._step.fill_(self._num_commits)
+
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """Within the body every row is dead and writes to the sink; what the body commits is undone at its end."""

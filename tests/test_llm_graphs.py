@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato import LLM, EngineConfig, HookRow, SamplingParams
+from ostinato import LLM, EngineConfig, HookError, HookRow, RequestError, SamplingParams
 from ostinato.runtime import Reason
 
 SIZES = (1, 2, 3)
@@ -136,7 +136,7 @@ def test_a_hook_that_returns_nonsense_is_told_so(small: Callable[[str], LLM], re
     llm = small("off")
     handle = llm.hook(0, lambda hidden, rows: result)
     try:
-        with pytest.raises(ValueError, match="a hook must return None or hidden states of shape"):
+        with pytest.raises(HookError, match="layer 0 raised ValueError: a hook must return None or hidden states of"):
             llm.generate("a", GREEDY)
     finally:
         handle.remove()
@@ -151,7 +151,7 @@ def test_an_error_of_a_hook_is_not_a_failure_of_a_graph(small: Callable[[str], L
 
     handle = llm.hook(1, fail)
     try:
-        with pytest.raises(KeyError, match="of the user"):
+        with pytest.raises(HookError, match="the hook fail at layer 1 raised KeyError: 'of the user'"):
             llm.generate("a", GREEDY)
     finally:
         handle.remove()
@@ -201,15 +201,15 @@ def test_what_masks_and_processors_must_be(small: Callable[[str], LLM]) -> None:
     with pytest.raises(TypeError, match="or a function"):
         SamplingParams(allowed_token_ids=5)  # type: ignore[arg-type]
     nothing = SamplingParams(allowed_token_ids=lambda prompt, out: torch.zeros(len(llm.encode("a")), dtype=torch.bool))
-    with pytest.raises(ValueError, match="must allow at least 1"):
+    with pytest.raises(RequestError, match="must allow at least 1"):
         llm.generate("a", nothing)
     for ids in ([-1], [llm.model_config.vocab_size]):
         outside = SamplingParams(allowed_token_ids=lambda prompt, out, ids=ids: ids)  # type: ignore[misc]
-        with pytest.raises(ValueError, match=r"allowed_token_ids must be in 0 \.\.\. \d+, got"):
+        with pytest.raises(RequestError, match=r"allowed_token_ids must be in 0 \.\.\. \d+, got"):
             llm.generate("a", outside)
     for result in (torch.zeros(3), [0.0]):
         wrong = SamplingParams(logits_processors=[lambda prompt, out, logits, result=result: result])  # type: ignore[misc]
-        with pytest.raises(ValueError, match="a logits processor must return None or logits of shape"):
+        with pytest.raises(RequestError, match="a logits processor must return None or logits of shape"):
             llm.generate("a", wrong)
 
 

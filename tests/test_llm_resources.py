@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ostinato import LLM, EngineConfig, SamplingParams, StreamDelta
+from ostinato import LLM, EngineConfig, RequestError, SamplingParams, StreamDelta
 
 EOS = 1
 BLOCK = 16
@@ -81,23 +81,31 @@ def test_an_exception_in_the_middle_frees_everything(llm: LLM, monkeypatch: pyte
     assert llm.generate("next", ENDLESS)[0].outputs == before
 
 
-def test_a_stream_that_anothers_failure_ends_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of its samples has one last delta, without tokens and with a reason."""
+@pytest.mark.parametrize(
+    "error", [RuntimeError("no step"), KeyboardInterrupt()], ids=lambda error: type(error).__name__
+)
+def test_a_stream_that_anothers_failure_ends_says_so(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    """Each of its samples has one last delta, without tokens and with a reason; a failure is raised after it."""
     bystander = llm.stream("kept", SamplingParams(seed=4, max_tokens=60, ignore_eos=True, n=2))
     next(bystander), next(bystander)
 
     def fail(batch: object) -> None:
-        raise RuntimeError("a step failed")
+        raise error
 
     with monkeypatch.context() as patched:
         patched.setattr(llm._engine._runner, "run", fail)
-        with pytest.raises(RuntimeError, match="a step failed"):
+        with pytest.raises(type(error)):
             llm.generate("another", ENDLESS)
-    assert [(delta.index, delta.token_ids, delta.finish_reason) for delta in bystander] == [
-        (0, [], "abort"),
-        (1, [], "abort"),
-    ]
     assert_drained(llm)
+    if isinstance(error, KeyboardInterrupt):
+        last = [(delta.index, delta.token_ids, delta.finish_reason) for delta in bystander]
+        assert last == [(0, [], "abort"), (1, [], "abort")]
+    else:
+        assert [next(bystander), next(bystander)] == [StreamDelta(index, "", [], "error") for index in range(2)]
+        with pytest.raises(RequestError, match="a step that this request was in raised RuntimeError: no step"):
+            next(bystander)
 
 
 @pytest.mark.parametrize("prompts", [None, 3, {"a": 1}, {1, 2}, iter(["a"])], ids=lambda value: type(value).__name__)

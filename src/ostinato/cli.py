@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a command and exit: 0, 2 after a user's mistake, 130 after Ctrl-C.
+    """Run a command and exit: 0, 1 after a failure, 2 after a user's mistake, 130 after Ctrl-C.
 
     Args:
         args: instead of those of the process.
@@ -52,6 +52,13 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         _complain(error)
         sys.exit(2)
+    except RuntimeError as error:
+        from .runtime import GraphsRequiredError, RequestError
+
+        if settings.debug or not isinstance(error, GraphsRequiredError | RequestError):
+            raise
+        _complain(error)
+        sys.exit(1)
 
 
 @dataclass

@@ -66,8 +66,15 @@ class Completion:
         terminal.note(speed_line(self._llm, clock.metrics(), clock.finish_reasons))
 
     def json(self, model: str) -> str:
-        """The document; `model` is the name to call it by in there."""
+        """The document; `model` is the name to call it by in there.
+
+        Raises:
+            RequestError: a sample could not be completed.
+        """
         [result] = self._llm.generate([self._prompt_ids], self._params)
+        for output in result.outputs:
+            if output.error is not None:
+                raise output.error
         document = {
             "model": model,
             "dtype": dtype_name(self._llm),
@@ -89,6 +96,7 @@ class Completion:
 
     def _output(self, output: CompletionOutput) -> dict[str, Any]:
         document = asdict(output)
+        del document["error"]
         if output.logprobs is not None:
             document["logprobs"] = [
                 {

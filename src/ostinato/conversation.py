@@ -5,7 +5,7 @@ from contextlib import closing, suppress
 from dataclasses import replace
 
 from .llm import LLM
-from .runtime import SamplingParams
+from .runtime import RequestError, SamplingParams
 from .terminal import StreamClock, Terminal, speed_line
 
 HELP = """\
@@ -113,6 +113,7 @@ class Conversation:
         params = replace(self._params, max_tokens=min(self._params.max_tokens, room))
         clock = StreamClock(len(prompt_ids))
         pieces: list[str] = []
+        failure: RequestError | None = None
         try:
             with closing(self._llm.stream(prompt_ids, params)) as deltas:
                 for delta in deltas:
@@ -123,7 +124,11 @@ class Conversation:
             if not self._is_interactive:
                 raise
             clock.finish_reasons.append("stopped")
+        except RequestError as error:
+            failure = error
         finally:
             self._terminal.write("\n")
+        if failure is not None:
+            self._terminal.note(f"Error: {failure}")
         self._terminal.note(speed_line(self._llm, clock.metrics(), clock.finish_reasons))
         return "".join(pieces), clock.finish_reasons == ["length"] and params.max_tokens == room

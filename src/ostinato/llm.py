@@ -1,5 +1,6 @@
 """The face of the engine: load a model, generate."""
 
+import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +17,8 @@ from .runtime import Sequence as EngineSequence
 from .runtime.interventions import HookFunction
 from .sampling_defaults import SamplingDefaults
 from .weights import LoadReport, Tokenizer, dummy_model, load_model, open_checkpoint, resolve
+
+logger = logging.getLogger(__name__)
 
 DEMO_SHAPE = "smollm2-135m"
 
@@ -116,7 +119,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete one prompt or several; the outputs come in the order of the prompts.
 
-        All requests are checked before any is computed.
+        All requests are checked before any is computed. A request of a list whose own code fails (a logits processor, a
+        token mask) ends with `finish_reason` "error" and `error` set, which is logged; the others go on. A prompt that
+        is given alone, not in a list, raises its error.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
@@ -125,6 +130,8 @@ class LLM:
 
         Raises:
             ValueError, TypeError: a prompt or parameter that is not valid; nothing has been computed then.
+            RequestError: of a prompt that is given alone.
+            HookError: a hook raised; requests that were under way have ended.
         """
         singles = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(singles)
@@ -134,13 +141,19 @@ class LLM:
         groups = [self._create(prompt, one) for prompt, one in zip(singles, each, strict=True)]
         for _ in self._run([sequence for group in groups for sequence in group]):
             pass
+        for number, sequence in ((number, one) for number, group in enumerate(groups) for one in group):
+            if sequence.error is not None:
+                if singles[number] is prompts:
+                    raise sequence.error
+                logger.error("prompt %d, sample %d: %s", number, sequence.sample_index, sequence.error)
         return [_request_output(p, group, started) for p, group in zip(singles, groups, strict=True)]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[StreamDelta]:
         """Complete one prompt, token by token. The joined texts are the text that `generate` gives.
 
         The request is checked here and computed as the iterator is read. Closing the iterator ends the request; several
-        may be read in turns.
+        may be read in turns. One whose own code fails raises that `RequestError` after its last delta, as does one
+        that was in a step that failed for another reader.
         """
         sequences = self._create(prompt, params)
 
@@ -149,12 +162,15 @@ class LLM:
             for _ in self._run(sequences):
                 for index, sequence in enumerate(sequences):
                     start, shown[index] = shown[index], len(sequence.output_ids)
-                    # A failed step for another request ends this one, too, without a token.
+                    # An interrupted step for another request ends this one, too, without a token.
                     if start < shown[index] or (sequence.is_finished and not has_ended[index]):
                         has_ended[index] = sequence.is_finished
                         text = "".join(sequence.output_texts[start:])
                         reason = sequence.finish_reason
                         yield StreamDelta(index, text, sequence.output_ids[start:], reason and reason.value)
+                for error in (s.error for s, ended in zip(sequences, has_ended, strict=True) if ended):
+                    if error is not None:
+                        raise error
 
         return deltas()
 
@@ -238,16 +254,15 @@ class LLM:
 
         Other requests advance with them, so that requests may be read in turns.
         """
-        for sequence in sequences:
-            self._engine.add(sequence)
         try:
+            for sequence in sequences:
+                self._engine.add(sequence)
             while not all(sequence.is_finished for sequence in sequences):
                 self._engine.step()
                 yield
             yield  # what a step for another request has brought since
         finally:
-            for sequence in sequences:
-                self._engine.abort(sequence)
+            self._engine.abort(*sequences)
 
 
 def eos_token_ids(
@@ -282,15 +297,16 @@ def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _request_output(prompt: Prompt, sequences: list[EngineSequence], called: float) -> RequestOutput:
-    first = min(sequence.first_token_time for sequence in sequences)
+    begun = [sequence for sequence in sequences if sequence.output_ids]  # an error may have come before
+    first = min((sequence.first_token_time for sequence in begun), default=0.0)
     generated = sum(len(sequence.output_ids) for sequence in sequences)
     metrics = RequestMetrics(
         prompt_tokens=len(sequences[0].prompt_ids),
         generated_tokens=generated,
         num_samples=len(sequences),
-        time_to_first_token=first - called,
-        prefill_seconds=first - min(sequence.start_time for sequence in sequences),
-        decode_seconds=max(sequence.finish_time for sequence in sequences) - first,
+        time_to_first_token=first - called if begun else 0.0,
+        prefill_seconds=first - min(sequence.start_time for sequence in begun) if begun else 0.0,
+        decode_seconds=max(sequence.finish_time for sequence in begun) - first if begun else 0.0,
     )
     outputs = []
     for sequence in sequences:
@@ -303,6 +319,7 @@ def _request_output(prompt: Prompt, sequences: list[EngineSequence], called: flo
                 logprobs=sequence.logprobs if sequence.params.logprobs else None,
                 finish_reason=sequence.finish_reason.value,
                 stop_reason=sequence.stop_reason,
+                error=sequence.error,
             )
         )
     return RequestOutput(prompt if isinstance(prompt, str) else None, list(sequences[0].prompt_ids), outputs, metrics)

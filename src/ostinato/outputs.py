@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .runtime import TokenLogprobs
+from .runtime import RequestError, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -14,8 +14,9 @@ class CompletionOutput:
         text: without special tokens and without what ended it, unless the parameters say otherwise.
         token_ids: everything generated, an end id included.
         logprobs: one entry a token when asked for, else None.
-        finish_reason: "stop" (an end id, a stop id or a stop string), "length", or "abort".
+        finish_reason: "stop" (an end id, a stop id or a stop string), "length", "abort", or "error".
         stop_reason: the stop id or stop string that ended it; None at an end id of the model.
+        error: of a sample that ended in one, of its own logits processor, say; text and tokens are those before it.
     """
 
     index: int
@@ -24,6 +25,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None
     finish_reason: str
     stop_reason: int | str | None
+    error: RequestError | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class RequestMetrics:
 
     Attributes:
         num_samples: how many there are.
-        time_to_first_token: from the call to the first token of any sample, waiting included.
+        time_to_first_token: from the call to the first token of any sample, waiting included; 0 without a token.
         prefill_seconds: from the start of the prompt's computation to the first token.
         decode_seconds: from the first token to the last.
     """

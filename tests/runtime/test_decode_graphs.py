@@ -399,6 +399,73 @@ def test_a_failure_drops_one_bucket_and_the_step_is_served(
     assert all("batch size 4" in line for line in graphs.drops())
 
 
+@pytest.mark.parametrize("region", range(4))
+def test_a_replay_that_fails_does_not_run_the_users_code_again(
+    engine: Callable[..., Engine], generate: Generate, region: int
+) -> None:
+    """Whichever region fails, `blocks[0:1]`, `blocks[1:2]`, head or sample: the rest of the step is eager, and each
+    hook and logits processor sees each token once."""
+
+    def run(graphs: str, broken: int | None) -> tuple[list[Any], list[Any], Engine]:
+        one, calls = engine(largest=6, graphs=graphs), []
+
+        def watch(hidden: Tensor, rows: Any) -> Tensor:
+            calls.append(("hook", [row.position for row in rows]))
+            return hidden * 1.25
+
+        def process(prompt_ids: Any, output_ids: Any, logits: Tensor) -> None:
+            calls.append(("processor", output_ids))
+            logits[5] += 0.5
+
+        for layer in (0, 1, 2):
+            one.hooks.add(layer, watch)
+        params = SamplingParams(temperature=0.0, max_tokens=5, logits_processors=[process], frequency_penalty=0.3)
+        if broken is not None:
+            generate(one, *requests(3, params))  # captures
+            calls.clear()
+            road = GRAPH_ROADS[2]
+            runners = one.decode_runner.graphs.regions_of(  # type: ignore[union-attr]
+                next(c.key for c in one.decode_runner.decide(one.decode_runner.batch_of_params([params] * 3)) if c.key)
+            )
+            assert runners[-1] is one.decode_runner.graphs.samples[road]  # type: ignore[union-attr]
+            target = runners[broken]._runner
+            [slot] = target._buckets[next(key for key in target.bucket_keys() if key.bs == 4)].slots
+
+            def fail() -> None:
+                raise RuntimeError("forced")
+
+            slot.graph.replay = fail  # type: ignore[method-assign]
+        return results(generate(one, *requests(3, params))), calls, one
+
+    expected, expected_calls, _ = run("off", None)
+    outputs, calls, one = run("piecewise", region)
+    assert outputs == expected
+    assert calls == expected_calls
+    assert one.decode_runner.counters.by_reason[Reason.REPLAY_FAILED] == 1
+
+
+@pytest.mark.parametrize("capture", ["startup", "lazy"])
+def test_explain_knows_of_a_hook_before_the_next_step(
+    engine: Callable[..., Engine], generate: Generate, capture: str
+) -> None:
+    """The old cut's failures are no reason for the new one, and come back with neither."""
+    one = engine(largest=6, graphs="piecewise", capture=capture, graph_warmup_steps=1)
+    runner = one.decode_runner
+    generate(one, *requests(2, GREEDY), *requests(2, GREEDY))
+    graphs = runner.graphs
+    assert graphs is not None
+    [key] = [key for key in graphs.blocks[0].bucket_keys() if key.bs == 4]
+    graphs.blocks[0].drop(key, Reason.CAPTURE_FAILED, "for a test")
+    batch = runner.batch_of_params([GREEDY] * 4)
+    assert runner.decide(batch)[0].key.bs == 6  # type: ignore[union-attr]
+    handle = one.hooks.add(1, lambda hidden, rows: None)
+    explained = runner.decide(runner.batch_of_params([GREEDY] * 4))
+    assert explained[0].key.bs == 4  # type: ignore[union-attr]
+    assert recorded(one, generate, requests(4, GREEDY)) == [[c.reason for c in explained]]
+    handle.remove()
+    assert runner.decide(batch)[0].key.bs == 4  # type: ignore[union-attr]
+
+
 def test_a_failed_capture_gives_its_memory_back(engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
     for at in (0, 10):

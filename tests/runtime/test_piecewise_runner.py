@@ -267,7 +267,6 @@ def test_leases_and_slots() -> None:
     assert runner.lease_slot(9) is None
     runner.set_slot(0)
     assert runner.lease_slot(3) == runner.lease_slot(4)
-    assert not runner.lease_before_step
     assert list(runner.CAPTURE_BATCH_SIZES) == [1, 2, 4, 8, 16, 32, 64]
 
 
