@@ -1,7 +1,9 @@
 """A conversation on the command line."""
 
+import signal
 import sys
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 
 from .llm import LLM
@@ -14,6 +16,25 @@ HELP = """\
 /help         this list
 /exit         leave, as does Ctrl-D
 Ctrl-C stops an answer. A line that begins with a space is a message even if a / follows."""
+
+
+@contextmanager
+def _ticking() -> Iterator[None]:
+    """Within the body a signal arrives every tenth of a second and does nothing.
+
+    Python's `input` looks for Ctrl-C only when a signal ends its wait for a key. One that came just before the wait,
+    when the prompt stands there already, would be overlooked until the next key is pressed.
+    """
+    if not hasattr(signal, "setitimer"):  # not a Unix
+        yield
+        return
+    # Stays in place: without it, a tick that comes late would end the process.
+    signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1, 0.1)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 class Conversation:
@@ -44,27 +65,37 @@ class Conversation:
             with suppress(ImportError):  # a Python may be built without it
                 import readline  # noqa: F401 (arrow keys and earlier lines in `input`)
             self._terminal.note("/help shows the commands, Ctrl-D leaves")
-        while (line := self._read()) is not None:
+        while self._take_turn():
+            pass
+
+    def _take_turn(self) -> bool:
+        """Read a line and do what it says; False: leave."""
+        try:
+            line = self._read()
+            if line is None:
+                return False
             if line.startswith("/"):
-                if not self._obey(*line.split(maxsplit=1)):
-                    return
-            elif line.strip():
+                return self._obey(*line.split(maxsplit=1))
+            if line.strip():
                 self._answer(line.strip())
+        except KeyboardInterrupt:
+            if not self._is_interactive:
+                raise
+            self._terminal.write("\n")
+            self._terminal.note("Ctrl-D or /exit leaves")
+        return True
 
     def _read(self) -> str | None:
         """The next line, None at the end."""
         if not self._is_interactive:
             line = sys.stdin.readline()
             return line.removesuffix("\n") if line else None
-        while True:
-            try:
+        try:
+            with _ticking():
                 return input("> ")
-            except KeyboardInterrupt:
-                self._terminal.write("\n")
-                self._terminal.note("Ctrl-D or /exit leaves")
-            except EOFError:
-                self._terminal.write("\n")
-                return None
+        except EOFError:
+            self._terminal.write("\n")
+            return None
 
     def _obey(self, command: str, argument: str = "") -> bool:
         """Carry out a command; False: leave."""
