@@ -82,14 +82,15 @@ class Tokenizer:
             CheckpointError: an ordinary token, BOS, EOS or what is put around a text has no embedding. The message
                 begins with `source`.
         """
-        if self.vocab_size <= vocab_size:
+        around = max(self._added_ids, default=-1)
+        if max(self.vocab_size, around + 1) <= vocab_size:
             return
         ordinary = max(self._backend.get_vocab(with_added_tokens=False).values(), default=-1)
         named = {"bos_token": self.bos_token_id, "eos_token": max(self.eos_token_ids, default=None)}
         needed = {
             "its highest token": ordinary,
             **{f"its {name}": index for name, index in named.items() if index is not None},
-            "what it puts around a text": max(self._added_ids, default=-1),
+            "what it puts around a text": around,
         }
         for what, index in needed.items():
             if index >= vocab_size:
@@ -180,8 +181,12 @@ class Tokenizer:
     def _template(self, name: str | None, has_tools: bool) -> str:
         if name is None and has_tools and "tool_use" in self.chat_templates:
             name = "tool_use"
+        if name is not None and "{" in name:
+            return name
+        if name is not None and name not in self.chat_templates:
+            raise ValueError(f"no chat template is called {name!r}; there are: {shorten(sorted(self.chat_templates))}")
         if name is not None:
-            return self.chat_templates.get(name, name)
+            return self.chat_templates[name]
         if self.chat_template is not None:
             return self.chat_template
         if self.chat_templates:

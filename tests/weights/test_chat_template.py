@@ -35,6 +35,23 @@ TEMPLATES = {
     "{% for m in messages %}{{ say(m) }}{% endfor %}",
     "absent-tools": "{% if tools is defined and tools is none and documents is none %}none{% endif %}",
     "undefined": "[{{ no_such_name }}]{{ 'given' if no_such_name is defined else 'absent' }}",
+    "slices-and-tests": "{% if messages[0].role == 'system' %}{% set rest = messages[1:] %}{% else %}"
+    "{% set rest = messages %}{% endif %}{{ rest | length }}{{ rest[-1].content is string }}{{ rest[0] is mapping }}"
+    "{{ rest is iterable }}{{ rest is not none }}{{ 'x' if rest is sequence else 'y' }}",
+    "neighbours": "{% for m in messages %}{% if loop.previtem and loop.previtem.role != m.role %}|{% endif %}"
+    "{{ loop.index0 }}{{ loop.last }}{{ loop.nextitem.role if loop.nextitem is defined }}{% endfor %}",
+    "filters": "{{ messages | map(attribute='role') | list | join(',') }}{{ [3, 1] | sort | first }}{{ '7' | int + 1 }}"
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}{{ 'a  b' | replace('  ', '-') | title }}"
+    "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}"
+    "{% for k, v in messages[0] | items %}{{ k }}{% endfor %}",
+    "whitespace": "{%- for m in messages -%}\n  {{- m.role }}\n"
+    "  {%- if not loop.last %}\n,\n{%- endif -%}\n{%- endfor %}\n\n",
+    "loop-else-and-recursion": "{% for m in [] %}x{% else %}none{% endfor %}{% for n in [1, [2, [3]]] recursive %}"
+    "{% if n is iterable %}{{ loop(n) }}{% else %}{{ n }}{% endif %}{% endfor %}",
+    "html-stays": "{{ '<a href=\"x\">&' }}{{ '<&>' | tojson }}{{ {'é': none, 'b': [true, 1.5]} | tojson(indent=4) }}",
+    "ends-with-newline": "{{ messages[0].content }}\n",
+    "call-block": "{% macro wrap() %}[{{ caller() }}]{% endmacro %}{% call wrap() %}{{ bos_token }}{% endcall %}",
+    "variables-of-a-call": "{{ enable_thinking is defined }}{{ add_generation_prompt }}{{ eos_token | default('no') }}",
     "strings": "{{ messages[1].content.strip().split('&')[0] }}{{ 'a,b'.split(',') | join('|') }}",
 }
 

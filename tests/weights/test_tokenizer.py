@@ -13,8 +13,9 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Backend
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ostinato.weights.checkpoint import CheckpointError
-from ostinato.weights.tokenizer import Tokenizer
+from ostinato.weights import CheckpointError
+from ostinato.weights.folder_tokenizer import folder_tokenizer
+from ostinato.weights.tokenizer import Tokenizer, library_errors
 
 CORPUS = [
     "the rain in the plain falls mainly on the train",
@@ -85,11 +86,29 @@ def byte_fallback(legacy: bool) -> Backend:
     return backend
 
 
+def unigram() -> Backend:
+    """SentencePiece's other model, with bytes for what has no piece."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), ("▁", -2.0), ("▁the", -3.0), ("▁rain", -4.0), ("in", -3.5)]
+    pieces += [(letter, -6.0) for letter in "abcdefghijklmnopqrstuvwxyz0123456789.,"]
+    pieces += [(f"<0x{byte:02X}>", -12.0) for byte in range(256)]
+    backend = Backend(models.Unigram(pieces, unk_id=0, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>", "<|user|>")])
+    backend.add_special_tokens([AddedToken("<|end|>", normalized=False, lstrip=True)])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return backend
+
+
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "byte-level": byte_level,
     "words-adds-bos": digits_and_words,
     "byte-fallback": lambda: byte_fallback(legacy=False),
     "byte-fallback-legacy": lambda: byte_fallback(legacy=True),
+    "unigram": unigram,
 }
 
 
@@ -187,9 +206,11 @@ def test_bos_of_a_text_is_not_doubled(folders: dict[str, Path], name: str, add_b
     bos = tokenizer.bos_token_id
     for text in ("rain", "", "rain<s>"):
         plain = tokenizer.encode(text, add_special_tokens=False)
-        assert tokenizer.encode(text) == ([bos, *plain] if adds else plain)
+        end = [2] if name == "unigram" else []
+        assert tokenizer.encode(text) == ([bos, *plain, *end] if adds else plain)
     for text in ("<s>rain", "<s>", "<s><s>rain"):
-        assert tokenizer.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+        end = [2] if name == "unigram" else []
+        assert tokenizer.encode(text) == [*tokenizer.encode(text, add_special_tokens=False), *end]
     assert tokenizer.encode("<s>rain").count(bos) == 1
 
 
@@ -291,6 +312,126 @@ def test_where_the_chat_template_is_found(
     if in_file is not None:
         (folder / "chat_template.jinja").write_text(in_file, encoding="utf-8")
     assert load(folder).chat_template == expected
+
+
+SCHEMA = {"type": "function", "function": {"name": "clock", "description": "", "parameters": {"type": "object"}}}
+NAMED: dict[str, tuple[Any, dict[str, str]]] = {
+    "listed": ([{"name": "tool_use", "template": TOOLS}, {"name": "default", "template": CHAT}], {}),
+    "listed-more": ([{"name": "rag", "template": OTHER}, {"name": "default", "template": CHAT}], {}),
+    "listed-without-default": ([{"name": "tool_use", "template": TOOLS}, {"name": "rag", "template": OTHER}], {}),
+    "files": (..., {"chat_template.jinja": CHAT, "additional_chat_templates/tool_use.jinja": TOOLS}),
+    "files-beat-listed": (
+        [{"name": "rag", "template": OTHER}],
+        {"chat_template.jinja": CHAT, "additional_chat_templates/tool_use.jinja": TOOLS},
+    ),
+    "one-file": (..., {"chat_template.jinja": CHAT}),
+}
+
+
+@pytest.mark.parametrize(("in_config", "files"), NAMED.values(), ids=NAMED)
+def test_which_of_several_templates_is_used(
+    folders: dict[str, Path], in_config: Any, files: dict[str, str], tmp_path: Path
+) -> None:
+    """As in transformers: by name, else `tool_use` if there are tools, else the default; else an error."""
+    folder = edit(folders["byte-level"], tmp_path / "edited", {"chat_template": in_config})
+    (folder / "chat_template.jinja").unlink()
+    for name, source in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(source, encoding="utf-8")
+    ours, theirs = load(folder), AutoTokenizer.from_pretrained(folder)
+
+    def result(render: Callable[..., str], **arguments: Any) -> str:
+        try:
+            return render(MESSAGES, add_generation_prompt=True, **arguments)
+        except ValueError:
+            return "refused"
+
+    for tools in (None, [SCHEMA]):
+        for name in (None, *ours.chat_templates, "{{ messages | length }} messages"):
+            if name == "default" and len(ours.chat_templates) == 1:
+                continue  # to transformers that is Jinja source
+            expected = result(theirs.apply_chat_template, tools=tools, chat_template=name, tokenize=False)
+            assert result(ours.apply_chat_template, tools=tools, template=name) == expected
+
+
+def test_several_templates_and_no_default_are_listed(folders: dict[str, Path], tmp_path: Path) -> None:
+    templates = [{"name": "b", "template": TOOLS}, {"name": "a", "template": OTHER}]
+    folder = edit(folders["byte-level"], tmp_path / "edited", {"chat_template": templates})
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="no default chat template; name one of those that it has: a, b"):
+        load(folder).encode_chat(MESSAGES)
+    assert load(folder).apply_chat_template(MESSAGES, template="a") == "other"
+    with pytest.raises(ValueError, match="no chat template is called 'c'; there are: a, b"):
+        load(folder).encode_chat(MESSAGES, template="c")
+
+
+def test_the_old_file_of_a_processor_is_the_last_resort(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = edit(folders["byte-level"], tmp_path / "edited", {})
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": OTHER}))
+    assert load(folder).chat_template == CHAT
+    (folder / "chat_template.jinja").unlink()
+    assert load(folder).chat_template == OTHER
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_vocabulary_of_the_model(folders: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A model may have ids that the tokenizer has not: padding. The other way round there is no embedding."""
+    tokenizer = load(folders[name])
+    for vocab_size in (tokenizer.vocab_size, tokenizer.vocab_size + 100):
+        tokenizer.check_vocabulary(vocab_size, Path("m"))
+    assert not caplog.records
+    ordinary = tokenizer._backend.get_vocab_size(with_added_tokens=False)
+    sizes = rf"m: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocab_size is"
+    with pytest.raises(CheckpointError, match=rf"{sizes} {ordinary - 1}: its highest token .* the id {ordinary - 1}"):
+        tokenizer.check_vocabulary(ordinary - 1, Path("m"))
+
+
+def test_a_token_that_was_added_and_has_no_embedding(
+    folders: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Choose: told of and left alone if no text needs it, such as a padding token; refused if it is an end."""
+    size = load(folders["byte-level"]).vocab_size
+    padded = load(edit(folders["byte-level"], tmp_path / "pad", {"pad_token": "<pad>"}))
+    padded.check_vocabulary(size, Path("m"))
+    [record] = caplog.records
+    assert (
+        f"has {size + 1} tokens and the model's vocab_size is {size}; prompts with one of these are refused: '<pad>'"
+        in (record.getMessage())
+    )
+    ended = load(edit(folders["byte-level"], tmp_path / "eos", {"eos_token": "<new-end>"}))
+    with pytest.raises(CheckpointError, match=f"its eos_token '<new-end>' has the id {size}, for which there is no"):
+        ended.check_vocabulary(size, Path("m"))
+
+
+def test_a_folder_is_compared_with_its_model(folders: dict[str, Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"byte-level: the tokenizer has \d+ tokens and .* vocab_size is 7"):
+        folder_tokenizer(folders["byte-level"], 7)
+
+
+def test_ids_put_around_a_text_must_exist(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 900)])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(CheckpointError, match="what it puts around a text None has the id 900"):
+        folder_tokenizer(tmp_path, 400)
+
+
+def test_a_text_without_tokens_is_a_value_error(tmp_path: Path) -> None:
+    """The library raises a bare Exception."""
+    Backend(models.WordLevel({"a": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
+    assert load(tmp_path).encode("a") == [0]
+    with pytest.raises(ValueError, match="the tokenizer cannot encode this text: "):
+        load(tmp_path).encode("b")
+
+
+def test_a_panic_of_the_library_is_an_error_like_others() -> None:
+    class PanicException(BaseException):
+        pass
+
+    with pytest.raises(CheckpointError, match="the file: index out of bounds"), library_errors("the file"):
+        raise PanicException("index out of bounds")
+    with pytest.raises(KeyboardInterrupt), library_errors("the file"):
+        raise KeyboardInterrupt
 
 
 def test_without_a_chat_template_only_chats_fail(tmp_path: Path) -> None:
