@@ -8,23 +8,15 @@ def weight_bytes(config: ModelConfig, element_size: int = 2) -> int:
 
     A tied embedding is the head, and so is counted once.
     """
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * head, config.num_kv_heads * head
-    layer = hidden * (q + 2 * kv) + q * hidden + 3 * hidden * inner + 2 * hidden
-    if config.attention_bias:
-        layer += q + 2 * kv + hidden
-    if config.mlp_bias:
-        layer += 2 * inner + hidden
-    if config.qk_norm:
-        layer += 2 * head
-    return element_size * (config.num_layers * layer + hidden + config.vocab_size * hidden)
+    embedding = 0 if config.tie_embeddings else config.vocab_size * config.hidden_size
+    return element_size * (config.num_parameters - embedding)
 
 
 def kv_bytes(config: ModelConfig, seq_lens: list[int], element_size: int = 2) -> int:
     """Keys and values of all layers: those of earlier tokens read, those of the new token written."""
-    window = config.sliding_window or max(seq_lens, default=0)
-    rows = sum(min(length, window) for length in seq_lens)
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * element_size * rows
+    windows = [config.window_of(layer) for layer in range(config.num_layers)]
+    rows = sum(min(length, window or length) for length in seq_lens for window in windows)
+    return 2 * config.kv_size * element_size * rows
 
 
 def step_bytes(config: ModelConfig, seq_lens: list[int], element_size: int = 2) -> int:

@@ -19,6 +19,7 @@ from .linear import linear, linear_ref
 from .logit_bias import UNUSED_BIAS, ban_tokens, ban_tokens_ref, logit_bias, logit_bias_ref
 from .logprobs import logprobs, logprobs_ref
 from .penalties import count_tokens, count_tokens_ref, penalties, penalties_ref
+from .residual_add import residual_add, residual_add_ref
 from .rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from .rotary_kv_write import rotary_kv_write, rotary_kv_write_ref
 from .rotary_rows import rotary_rows, rotary_rows_ref
@@ -56,6 +57,8 @@ __all__ = [
     "logprobs_ref",
     "penalties",
     "penalties_ref",
+    "residual_add",
+    "residual_add_ref",
     "rms_norm",
     "rms_norm_ref",
     "rotary_attention_decode",

@@ -9,20 +9,21 @@ from . import _triton
 from ._triton import tl, triton
 
 
-def embedding_ref(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Rows of `weight` by token id.
+def embedding_ref(token_ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """Rows of `weight` by token id, times `scale`.
 
     Args:
         token_ids: `[num_tokens]` int64, each in `[0, vocab_size)`.
         weight: `[vocab_size, hidden_size]`.
         out: `[num_tokens, hidden_size]` in the dtype of `weight`, written and returned when given.
     """
-    return torch.index_select(weight, 0, token_ids, out=out)
+    rows = torch.index_select(weight, 0, token_ids, out=out)
+    return rows if scale == 1.0 else rows.mul_(scale)
 
 
 @triton.jit(do_not_specialize=["size"])
 @no_type_check
-def _embedding_kernel(ids_ptr, weight_ptr, out_ptr, size, weight_stride, out_stride, BLOCK: tl.constexpr,
+def _embedding_kernel(ids_ptr, weight_ptr, out_ptr, size, weight_stride, out_stride, scale, BLOCK: tl.constexpr,
                       PDL: tl.constexpr):  # fmt: skip
     """A program copies BLOCK columns of one row."""
     if PDL:
@@ -32,13 +33,15 @@ def _embedding_kernel(ids_ptr, weight_ptr, out_ptr, size, weight_stride, out_str
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token)
     values = tl.load(weight_ptr + row * weight_stride + cols, mask=cols < size, other=0.0)
+    # Times 1 in float32 and back changes no value.
+    values = (values.to(tl.float32) * scale).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * out_stride + cols, values, mask=cols < size)
 
 
-def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
+def embedding(token_ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Tensor | None = None) -> Tensor:
     """Rows of `weight` by token id; see `embedding_ref`. An id outside the table is not caught on a device."""
     if not _triton.on_triton(weight):
-        return embedding_ref(token_ids, weight, out=out)
+        return embedding_ref(token_ids, weight, scale=scale, out=out)
     num_tokens, size = token_ids.shape[0], weight.shape[1]
     if out is None:
         out = torch.empty((num_tokens, size), dtype=weight.dtype, device=weight.device)
@@ -52,6 +55,7 @@ def embedding(token_ids: Tensor, weight: Tensor, *, out: Tensor | None = None) -
     block = min(1024, triton.next_power_of_2(size))
     pdl = _triton.has_pdl(weight.device)
     _embedding_kernel[(num_tokens, triton.cdiv(size, block))](
-        token_ids, weight, out, size, weight.stride(0), out.stride(0), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
+        token_ids, weight, out, size, weight.stride(0), out.stride(0), float(scale), BLOCK=block, PDL=pdl, num_warps=4,
+        launch_pdl=pdl,
+    )  # fmt: skip
     return out

@@ -15,6 +15,8 @@ from ..kernels import (
     attention_prefill,
     embedding,
     linear,
+    residual_add,
+    rms_norm,
     rotary_attention_decode,
     rotary_kv_write,
     rotary_rows,
@@ -56,23 +58,34 @@ class Preamble(NamedTuple):
 class Decoder(nn.Module):
     """A Llama-style decoder over a paged KV cache. Parameters are uninitialised until a loader fills them.
 
+    What the families of `model/families.py` do differently are numbers and switches of the config.
+
     A step is `preamble`, `blocks` (any number of consecutive layer ranges), `head`:
 
         pre = decoder.preamble(token_ids, positions, metadata, kv_cache.block_size)
         hidden = decoder.blocks(pre.hidden, pre, metadata, kv_cache)
         logits = decoder.head(hidden)
+
+    Args:
+        context: tokens that the longest sequence will have; None, and at most: `config.max_position`.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(
+        self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str, context: int | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         self.embed_weight = _parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
-        self.layers = nn.ModuleList(Layer(config, dtype=dtype, device=device) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, index, dtype=dtype, device=device) for index in range(config.num_layers)
+        )
         self.norm_weight = _parameter(config.hidden_size, dtype=dtype, device=device)
         if not config.tie_embeddings:
             self.head_weight = _parameter(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         # Plain attributes and not buffers: a cast of the module must leave them in float32.
-        self.cos, self.sin = rotary_tables(config.rotary, config.max_position, device)
+        self.cos, self.sin = rotary_tables(
+            config.rotary, min(context or config.max_position, config.max_position), device
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -93,7 +106,7 @@ class Decoder(nn.Module):
     ) -> Preamble:
         """From packed tokens to the inputs of the first layer.
 
-        A position past `config.max_position` is served, with the rotation of the last one: a decode that runs ahead of
+        A position past the context is served, with the rotation of the last one: a decode that runs ahead of
         the host may overshoot by a few tokens, which are dropped, as are their keys where no block is left.
 
         Args:
@@ -104,7 +117,7 @@ class Decoder(nn.Module):
         """
         hidden, slots = (out.hidden, out.slot_mapping) if out is not None else (None, None)
         return Preamble(
-            embedding(token_ids, self.embed_weight, out=hidden),
+            embedding(token_ids, self.embed_weight, scale=self.config.embedding_multiplier, out=hidden),
             *rotary_rows(positions, self.cos, self.sin, out=(out.cos, out.sin) if out is not None else None),
             slot_mapping(positions, metadata.block_tables, block_size, cu_seqlens_q=metadata.cu_seqlens_q, out=slots),
         )
@@ -136,31 +149,37 @@ class Decoder(nn.Module):
     def head(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Logits `[num_tokens, vocab_size]` in the dtype of the model: final norm, then projection."""
         weight = self.embed_weight if self.config.tie_embeddings else self.head_weight
-        return linear(hidden, weight, norm_weight=self.norm_weight, norm_eps=self.config.norm_eps, out=out)
+        logits = linear(hidden, weight, norm_weight=self.norm_weight, norm_eps=self.config.norm_eps, out=out)
+        return logits if self.config.logits_divisor == 1.0 else logits.div_(self.config.logits_divisor)
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream `hidden`."""
+    """Attention and MLP, each behind a norm (or with one behind) and added to the residual stream `hidden`."""
 
-    def __init__(self, config: ModelConfig, *, dtype: torch.dtype, device: torch.device | str) -> None:
+    def __init__(self, config: ModelConfig, index: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         self.config = config
+        self.window = config.window_of(index)
+        self.is_rotated = index not in config.unrotated_layers
 
         new = partial(_parameter, dtype=dtype, device=device)
-        hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-        q_size, qkv_size = config.num_heads * head_dim, (config.num_heads + 2 * config.num_kv_heads) * head_dim
-        self.input_norm_weight = new(hidden)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        qkv_size, (q_norm, k_norm) = config.q_size + 2 * config.kv_size, config.qk_norm_sizes
+        before, after = (0, hidden) if config.post_norms else (hidden, 0)
+        self.input_norm_weight = new(before) if before else None
         self.qkv_weight = new(qkv_size, hidden)
         self.qkv_bias = new(qkv_size) if config.attention_bias else None
-        self.q_norm_weight = new(head_dim) if config.qk_norm else None
-        self.k_norm_weight = new(head_dim) if config.qk_norm else None
-        self.o_weight = new(hidden, q_size)
-        self.o_bias = new(hidden) if config.attention_bias else None
-        self.post_norm_weight = new(hidden)
+        self.q_norm_weight = new(q_norm) if q_norm else None
+        self.k_norm_weight = new(k_norm) if k_norm else None
+        self.o_weight = new(hidden, config.q_size)
+        self.o_bias = new(hidden) if config.output_bias else None
+        self.o_norm_weight = new(after) if after else None
+        self.post_norm_weight = new(before) if before else None
         self.gate_up_weight = new(2 * inner, hidden)
         self.gate_up_bias = new(2 * inner) if config.mlp_bias else None
         self.down_weight = new(hidden, inner)
         self.down_bias = new(hidden) if config.mlp_bias else None
+        self.down_norm_weight = new(after) if after else None
 
     def forward(
         self,
@@ -175,27 +194,58 @@ class Layer(nn.Module):
         eps = self.config.norm_eps
         qkv = linear(hidden, self.qkv_weight, self.qkv_bias, norm_weight=self.input_norm_weight, norm_eps=eps)
         context = self._attend(qkv, preamble, metadata, k_cache, v_cache).flatten(1)
-        hidden = linear(context, self.o_weight, self.o_bias, residual=hidden)
+        hidden = self._add(context, self.o_weight, self.o_bias, self.o_norm_weight, hidden)
         inner = linear(
             hidden, self.gate_up_weight, self.gate_up_bias, norm_weight=self.post_norm_weight, norm_eps=eps, swiglu=True
         )
-        return linear(inner, self.down_weight, self.down_bias, residual=hidden, out=out)
+        return self._add(inner, self.down_weight, self.down_bias, self.down_norm_weight, hidden, out)
+
+    def _add(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        residual: Tensor,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """The projection of `x`, normed and scaled where the family does that, added to `residual`."""
+        scale = self.config.residual_multiplier
+        if norm_weight is None and scale == 1.0:
+            return linear(x, weight, bias, residual=residual, out=out)
+        return residual_add(
+            linear(x, weight, bias),
+            residual,
+            scale=scale,
+            norm_weight=norm_weight,
+            norm_eps=self.config.norm_eps,
+            out=out,
+        )
 
     def _attend(
         self, qkv: Tensor, preamble: Preamble, metadata: AttentionMetadata, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
-        scale, window = self.config.head_dim**-0.5, self.config.sliding_window
+        config, cos, sin = self.config, preamble.cos, preamble.sin
+        scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        if not self.is_rotated:
+            cos, sin = cos[:, :0], sin[:, :0]
+        norms: dict[str, Any] = {}
+        if config.qk_norm == "head":
+            norms = {
+                "q_norm_weight": self.q_norm_weight,
+                "k_norm_weight": self.k_norm_weight,
+                "norm_eps": config.norm_eps,
+            }
+        elif self.q_norm_weight is not None and self.k_norm_weight is not None:
+            q, k, _ = qkv.split((config.q_size, config.kv_size, config.kv_size), 1)
+            rms_norm(q, self.q_norm_weight, config.norm_eps, out=q)
+            rms_norm(k, self.k_norm_weight, config.norm_eps, out=k)
         tables, lens, offsets = metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q
-        inputs = (qkv, preamble.cos, preamble.sin, preamble.slot_mapping, k_cache, v_cache)
-        norms: dict[str, Any] = {
-            "q_norm_weight": self.q_norm_weight,
-            "k_norm_weight": self.k_norm_weight,
-            "norm_eps": self.config.norm_eps,
-        }
+        inputs = (qkv, cos, sin, preamble.slot_mapping, k_cache, v_cache)
         if offsets is None:
-            return rotary_attention_decode(*inputs, tables, lens, scale, window=window, **norms)
+            return rotary_attention_decode(*inputs, tables, lens, scale, window=self.window, **norms)
         q = rotary_kv_write(*inputs, **norms)
-        return attention_prefill(q, k_cache, v_cache, tables, lens, offsets, scale, window=window)
+        return attention_prefill(q, k_cache, v_cache, tables, lens, offsets, scale, window=self.window)
 
 
 def _parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

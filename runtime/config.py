@@ -16,7 +16,7 @@ CAPTURE_MODES = ("startup", "lazy")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """Sizes of an engine, and its graphs; none changes a token but at near-ties.
+    """Sizes of an engine, and its graphs; none changes a token but at near-ties, or `max_model_len` with longrope.
 
     Attributes:
         max_num_seqs: sequences that decode side by side.

@@ -13,7 +13,7 @@ from ostinato.model import SHAPES, ModelConfig, RotaryConfig
 Cli = Callable[..., Any]
 
 TINY = ModelConfig("llama", 50, 16, 24, 1, 2, 1, 8, 1e-5, RotaryConfig("linear", 1e4, 8, 2.0), 64, dtype=torch.float16,
-                   eos_token_ids=(3,), attention_bias=True, sliding_window=9)  # fmt: skip
+                   eos_token_ids=(3,), attention_bias=True, output_bias=True, sliding_window=9)  # fmt: skip
 
 
 @pytest.fixture

@@ -41,6 +41,7 @@ def load_model(
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | str = "cpu",
+    context: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Decoder, LoadReport]:
     """Build the model of a checkpoint and fill it.
@@ -52,6 +53,7 @@ def load_model(
         checkpoint: what `open_checkpoint` returned.
         dtype: float32, float16 or bfloat16, of all parameters; by default `checkpoint.default_dtype`.
         device: where the parameters are made.
+        context: tokens that the longest sequence will have; None: as many as the config admits.
         progress: called with (stored bytes read, stored bytes in all) after every tensor.
 
     Raises:
@@ -65,7 +67,7 @@ def load_model(
     started = time.perf_counter()
     stored = checkpoint.tensor_info()
     places = match_names(checkpoint.config, stored, checkpoint.path)
-    model = Decoder(checkpoint.config, dtype=dtype, device=device)
+    model = Decoder(checkpoint.config, dtype=dtype, device=device, context=context)
     parameters = dict(model.named_parameters())
     _check_cover(places, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
 

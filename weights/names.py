@@ -1,7 +1,8 @@
 """Which stored tensor fills which rows of which parameter.
 
 Names on the left are those of the Hugging Face implementation of the family, names on the right those of `Decoder`.
-Projections that read the same input are stored apart and kept fused, one below the other: q | k | v and gate | up.
+Projections that read the same input are kept fused, one below the other: q | k | v and gate | up. Most families store
+them apart.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ..model.config import ModelConfig
+from ..model import FAMILIES, ModelConfig
 from .checkpoint import CheckpointError, TensorInfo, shorten
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -31,8 +32,11 @@ class Rows:
 
 def name_table(config: ModelConfig) -> dict[str, Rows]:
     """Every name that a checkpoint of this config must hold. Each row of each parameter has exactly one source."""
-    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    hidden, inner, q_size, kv_size = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    qkv, gate_up = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, {"gate_proj": inner, "up_proj": inner}
+    if FAMILIES[config.architecture].fused:
+        qkv, gate_up = {"qkv_proj": q_size + 2 * kv_size}, {"gate_up_proj": 2 * inner}
+    q_norm, k_norm = config.qk_norm_sizes
     table = {EMBEDDING: Rows("embed_weight", 0, (config.vocab_size, hidden))}
 
     def linear(source: str, target: str, outputs: Mapping[str, int], inputs: int, has_bias: bool) -> None:
@@ -49,16 +53,19 @@ def name_table(config: ModelConfig) -> dict[str, Rows]:
     for i in range(config.num_layers):
         source, target = f"model.layers.{i}", f"layers.{i}"
         attention, mlp = f"{source}.self_attn", f"{source}.mlp"
-        qkv, gate_up = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}, {"gate_proj": inner, "up_proj": inner}
-        norm(f"{source}.input_layernorm", f"{target}.input_norm", hidden)
         linear(attention, f"{target}.qkv", qkv, hidden, config.attention_bias)
         if config.qk_norm:
-            norm(f"{attention}.q_norm", f"{target}.q_norm", head_dim)
-            norm(f"{attention}.k_norm", f"{target}.k_norm", head_dim)
-        linear(attention, f"{target}.o", {"o_proj": hidden}, q_size, config.attention_bias)
-        norm(f"{source}.post_attention_layernorm", f"{target}.post_norm", hidden)
+            norm(f"{attention}.q_norm", f"{target}.q_norm", q_norm)
+            norm(f"{attention}.k_norm", f"{target}.k_norm", k_norm)
+        linear(attention, f"{target}.o", {"o_proj": hidden}, q_size, config.output_bias)
         linear(mlp, f"{target}.gate_up", gate_up, hidden, config.mlp_bias)
         linear(mlp, f"{target}.down", {"down_proj": hidden}, inner, config.mlp_bias)
+        if config.post_norms:
+            norm(f"{source}.post_attention_layernorm", f"{target}.o_norm", hidden)
+            norm(f"{source}.post_feedforward_layernorm", f"{target}.down_norm", hidden)
+        else:
+            norm(f"{source}.input_layernorm", f"{target}.input_norm", hidden)
+            norm(f"{source}.post_attention_layernorm", f"{target}.post_norm", hidden)
 
     norm("model.norm", "norm", hidden)
     if not config.tie_embeddings:

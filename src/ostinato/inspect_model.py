@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 from .llm import eos_token_ids, named_shape
 from .model import ModelConfig, RotaryConfig
+from .model.rotary import NUMBERS
 from .sampling_defaults import SamplingDefaults
 from .weights import Checkpoint, Tokenizer, open_checkpoint, resolve
 from .weights.checkpoint import model_config
@@ -74,9 +75,17 @@ def _facts(
         "vocab_size": config.vocab_size,
         "tie_embeddings": config.tie_embeddings,
         "attention_bias": config.attention_bias,
+        "output_bias": config.output_bias,
         "mlp_bias": config.mlp_bias,
         "qk_norm": config.qk_norm,
+        "post_norms": config.post_norms,
         "sliding_window": config.sliding_window,
+        "full_layers": list(config.full_layers),
+        "unrotated_layers": list(config.unrotated_layers),
+        "embedding_multiplier": config.embedding_multiplier,
+        "attention_scale": config.attention_scale,
+        "residual_multiplier": config.residual_multiplier,
+        "logits_divisor": config.logits_divisor,
         "max_position": config.max_position,
         "rotary": _rotary(config.rotary),
         "tokenizer": None if tokenizer is None else _tokenizer(tokenizer),
@@ -124,12 +133,8 @@ def _stored(tensors: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
 
 
 def _rotary(rotary: RotaryConfig) -> dict[str, Any]:
-    names = {
-        "default": ("kind", "theta", "rotary_dim"),
-        "linear": ("kind", "theta", "rotary_dim", "factor"),
-    }.get(rotary.kind)
     facts = asdict(rotary)
-    return facts if names is None else {name: facts[name] for name in names}
+    return {name: facts[name] for name in ("kind", "theta", "rotary_dim", *NUMBERS[rotary.kind])}
 
 
 def _tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -183,10 +188,25 @@ def _lines(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _traits(facts: Mapping[str, Any]) -> Iterator[str]:
     yield "tied embeddings" if facts["tie_embeddings"] else "separate output head"
-    names = {"attention_bias": "attention biases", "mlp_bias": "MLP biases", "qk_norm": "query and key norms"}
-    yield from (text for name, text in names.items() if facts[name])
+    if facts["attention_bias"]:
+        yield "attention biases" if facts["output_bias"] else "q, k and v biases"
+    if facts["mlp_bias"]:
+        yield "MLP biases"
+    if facts["qk_norm"] is not None:
+        yield "norms of query and key heads" if facts["qk_norm"] == "head" else "norms of all queries and all keys"
+    if facts["post_norms"]:
+        yield "norms behind attention and MLP"
     if facts["sliding_window"] is not None:
-        yield f"sliding window {facts['sliding_window']}"
+        num_windowed = facts["num_layers"] - len(facts["full_layers"])
+        where = f" in {num_windowed} of {facts['num_layers']} layers" if facts["full_layers"] else ""
+        yield f"sliding window {facts['sliding_window']}{where}"
+    if facts["unrotated_layers"]:
+        yield f"{len(facts['unrotated_layers'])} of {facts['num_layers']} layers unrotated"
+    for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor"):
+        if facts[name] != 1.0:
+            yield f"{name.replace('_', ' ')} {facts[name]:g}"
+    if facts["attention_scale"] is not None:
+        yield f"attention scale {facts['attention_scale']:g}"
 
 
 def _tokenizer_line(tokenizer: Mapping[str, Any] | None) -> str:

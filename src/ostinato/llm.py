@@ -71,6 +71,7 @@ class LLM:
         capture_progress: Callable[[int, int], None] | None = None,
     ) -> None:
         target, wanted = _device(device), _dtype(dtype)
+        config = config or EngineConfig()
         self.tokenizer: Tokenizer | None = None
         self.load_report: LoadReport | None = None
         self.sampling_defaults = SamplingDefaults.chosen(generation_config, {}, Path())
@@ -79,23 +80,26 @@ class LLM:
                 raise ValueError(f"revision {revision!r} only means something for a hub id, not for a shape")
             shape = model if isinstance(model, ModelConfig) else named_shape(model)
             self.eos_token_ids = eos_token_ids(shape, {}, None)
-            decoder = dummy_model(shape, dtype=wanted or shape.dtype or torch.float32, device=target, seed=seed)
+            dummy_dtype = wanted or shape.dtype or torch.float32
+            decoder = dummy_model(shape, dtype=dummy_dtype, device=target, seed=seed, context=config.max_model_len)
         elif load_format == "auto":
             if isinstance(model, ModelConfig):
                 raise ValueError('a ModelConfig has no weights: pass load_format="dummy" for random ones')
             checkpoint = open_checkpoint(resolve(model, revision=revision))
             self.tokenizer = checkpoint.load_tokenizer()
-            stored = checkpoint.generation_config
+            stored, context = checkpoint.generation_config, config.max_model_len
             self.sampling_defaults = SamplingDefaults.chosen(generation_config, stored, checkpoint.path)
             self.eos_token_ids = eos_token_ids(checkpoint.config, stored, self.tokenizer)
-            decoder, self.load_report = load_model(checkpoint, dtype=wanted, device=target, progress=progress)
+            decoder, self.load_report = load_model(
+                checkpoint, dtype=wanted, device=target, context=context, progress=progress
+            )
         else:
             raise ValueError(f'load_format must be "auto" or "dummy", got {load_format!r}')
         self.model_config = decoder.config
         self._model = decoder
         self._engine = Engine(
             decoder,
-            config or EngineConfig(),
+            config,
             tokenizer=self.tokenizer,
             eos_token_ids=self.eos_token_ids,
             capture_progress=capture_progress,

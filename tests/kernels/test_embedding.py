@@ -37,3 +37,12 @@ def test_weight_ids_and_out_may_be_views(dtype: torch.dtype, nan_poison: Callabl
     assert torch.equal(out, weight.contiguous()[IDS])
     assert buffer[[0, 6]].isnan().all()
     assert buffer[:, 1::2].isnan().all()
+
+
+def test_rows_are_multiplied(dtype: torch.dtype) -> None:
+    """Rounded once, and the table itself stays as it is."""
+    weight = torch.randn(7, 5).to(dtype)
+    before, buffer = weight.clone(), torch.empty(5, 5, dtype=dtype)
+    assert torch.equal(embedding_ref(torch.tensor(IDS), weight, scale=2.7), weight[IDS] * 2.7)
+    assert torch.equal(embedding_ref(torch.tensor(IDS), weight, scale=2.7, out=buffer), weight[IDS] * 2.7)
+    assert torch.equal(weight, before)

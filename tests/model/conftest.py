@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.kernels import FIRST_BLOCK, SINK_BLOCK
+from ostinato.kernels import FIRST_BLOCK, SINK_BLOCK, rotary_rows
 from ostinato.model import AttentionMetadata, Decoder, KVCache, ModelConfig, RotaryConfig
 
 
@@ -40,6 +40,7 @@ def random_decoder() -> Callable[..., Decoder]:
                 "rotary": RotaryConfig("default", 10000.0, head_dim),
                 "max_position": 64,
                 "attention_bias": True,
+                "output_bias": True,
                 "mlp_bias": True,
             }
             | fields
@@ -59,10 +60,21 @@ class Player:
 
     The blocks of a sequence are neither in order nor side by side, and the cache is NaN wherever nobody wrote. Only the
     sink, like the engine's, starts as zeros; table entries past a sequence's blocks name it.
+
+    Args:
+        rotate_as: the position whose rotation the token at a position gets, instead of its own. A gap in it brings the
+            distances of a long sequence to a short one.
     """
 
-    def __init__(self, decoder: Decoder, num_seqs: int, max_tokens: int, block_size: int) -> None:
-        self.decoder, self.block_size = decoder, block_size
+    def __init__(
+        self,
+        decoder: Decoder,
+        num_seqs: int,
+        max_tokens: int,
+        block_size: int,
+        rotate_as: Callable[[int], int] | None = None,
+    ) -> None:
+        self.decoder, self.block_size, self.rotate_as = decoder, block_size, rotate_as
         columns = -(-max_tokens // block_size)
         num_blocks = FIRST_BLOCK + num_seqs * columns + 1
         self.cache = KVCache.allocate(
@@ -99,6 +111,10 @@ class Player:
     def _run(self, token_ids: list[int], positions: list[int], metadata: AttentionMetadata) -> Tensor:
         ids, at = (torch.tensor(numbers, device=self.decoder.device) for numbers in (token_ids, positions))
         preamble = self.decoder.preamble(ids, at, metadata, self.block_size)
+        if self.rotate_as is not None:
+            moved = torch.tensor([self.rotate_as(position) for position in positions], device=self.decoder.device)
+            cos, sin = rotary_rows(moved, self.decoder.cos, self.decoder.sin)
+            preamble = preamble._replace(cos=cos, sin=sin)
         return self.decoder.head(self.decoder.blocks(preamble.hidden, preamble, metadata, self.cache))
 
 

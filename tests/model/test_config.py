@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from ostinato.model import SHAPES, Decoder, ModelConfig, RotaryConfig, UnsupportedModelError
 from ostinato.model.config import MAX_LAYERS
+from ostinato.model.families import FAMILIES, FAMILY_OF_CLASS, GUARDS, ROTARY_KINDS
 
 MINIMAL = {
     "architectures": ["LlamaForCausalLM"],
@@ -75,6 +76,7 @@ def test_every_key_is_read() -> None:
         rotary=RotaryConfig("default", 500000.0, 6),
         max_position=4096,
         attention_bias=True,
+        output_bias=True,
         mlp_bias=True,
         tie_embeddings=True,
         dtype=torch.bfloat16,
@@ -160,10 +162,76 @@ class TestScaling:
         assert translate(**{block: dict.fromkeys(names, "default")}).rotary == translate().rotary
         assert translate(**{block: dict.fromkeys(names)}).rotary == translate().rotary
 
-    @pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "su", "mrope", "invented", "", 3, ["linear"]])
+    def test_dynamic(self, block: str, names: list[str]) -> None:
+        scaling = dict.fromkeys(names, "dynamic") | {"factor": 4}
+        assert translate(**{block: scaling}).rotary == RotaryConfig("dynamic", 1e4, 8, 4.0)
+
+    def test_yarn(self, block: str, names: list[str]) -> None:
+        """Factor 4: cos and sin are multiplied by 0.1 ln 4 + 1."""
+        scaling = dict.fromkeys(names, "yarn") | {"factor": 4, "original_max_position_embeddings": 512}
+        expected = RotaryConfig("yarn", 1e4, 8, 4.0, original_max_position=512, attention_factor=0.1 * math.log(4) + 1)
+        assert translate(**{block: scaling}).rotary == expected
+        assert round(expected.attention_factor, 6) == 1.138629
+
+    def test_longrope(self, block: str, names: list[str]) -> None:
+        lists = {"short_factor": [1, 1.5, 2, 3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+        scaling = dict.fromkeys(names, "longrope") | lists | {"original_max_position_embeddings": 512}
+        rotary = translate(**{block: scaling}).rotary
+        assert (rotary.short_factors, rotary.long_factors) == ((1.0, 1.5, 2.0, 3.0), (1.0, 2.0, 4.0, 8.0))
+        assert (rotary.factor, rotary.original_max_position) == (4.0, 512)
+        assert rotary.attention_factor == math.sqrt(1 + math.log(4) / math.log(512))
+
+    @pytest.mark.parametrize("kind", ["su", "mrope", "invented", "", 3, ["linear"]])
     def test_other_kinds_are_refused_by_name(self, block: str, names: list[str], kind: object) -> None:
         message = refusal(**{block: dict.fromkeys(names, kind) | {"factor": 4.0}})
-        assert message == f"rope_type {kind!r} is not supported; supported: default, linear, llama3"
+        supported = "default, linear, dynamic, llama3, yarn, longrope"
+        assert message == f"rope_type {kind!r} is not supported; supported: {supported}"
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [
+        ({"attention_factor": 1.5}, 1.5),
+        ({"mscale": 0.5, "mscale_all_dim": 2.0}, (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)),
+        ({"mscale": 0.5, "mscale_all_dim": 0}, 0.1 * math.log(4) + 1),
+        ({"mscale": 0.5}, 0.1 * math.log(4) + 1),
+        ({"factor": 1.0}, 1.0),
+        ({"factor": 0.5}, 1.0),
+    ],
+    ids=str,
+)
+def test_the_attention_factor_of_yarn(numbers: dict[str, float], expected: float) -> None:
+    """B06: an explicit factor replaces the rule; `mscale` and `mscale_all_dim` count only together."""
+    assert translate(rope_scaling=YARN | numbers).rotary.attention_factor == pytest.approx(expected, rel=1e-15)
+
+
+def test_yarn_and_longrope_may_leave_the_factor_to_the_lengths() -> None:
+    assert translate(rope_scaling=YARN | {"factor": None}).rotary.factor == 2048 / 512
+    original = {"original_max_position_embeddings": 1024}
+    assert translate(rope_scaling=LONGROPE | original).rotary.factor == 2.0
+    assert translate(rope_scaling=LONGROPE | original | {"factor": 3.0}).rotary.factor == 3.0
+    assert translate(rope_scaling=LONGROPE).rotary.attention_factor == 1.0
+
+
+@pytest.mark.parametrize(
+    ("scaling", "message"),
+    [
+        (YARN | {"beta_fast": 1.0, "beta_slow": 2.0}, "beta_fast 1.0 is below beta_slow 2.0"),
+        (YARN | {"truncate": 1}, "truncate = 1 is neither true nor false"),
+        (YARN | {"rope_theta": 1.0}, "rope_theta 1.0 must be above 1 for yarn"),
+        (LONGROPE | {"long_factor": None}, "long_factor is missing"),
+        (LONGROPE | {"short_factor": [1.0] * 3}, "short_factor = [1.0, 1.0, 1.0] is not a list of 4 numbers"),
+        (LONGROPE | {"short_factor": [1.0, 0, 1.0, 1.0]}, "short_factor[1] = 0 is not a positive finite number"),
+        (LONGROPE | {"original_max_position_embeddings": 1}, "must be above 1 for longrope"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_numbers_that_make_no_sense_for_the_kind(scaling: dict[str, Any], message: str) -> None:
+    assert message in refusal(rope_scaling=scaling)
 
 
 def test_both_blocks_may_say_the_same_and_must_not_disagree() -> None:
@@ -265,12 +333,13 @@ def test_what_is_no_token_id(key: str, value: object) -> None:
 
 @pytest.mark.parametrize(
     "architectures",
-    [["MistralForCausalLM"], ["LlamaModel"], ["LlamaForSequenceClassification"], ["NewForCausalLM", "OldModel"]],
+    [["GemmaForCausalLM"], ["LlamaModel"], ["LlamaForSequenceClassification"], ["NewForCausalLM", "OldModel"]],
     ids="+".join,
 )
 def test_other_architectures_are_refused_by_name(architectures: list[str]) -> None:
     assert refusal(architectures=architectures) == (
-        f"architecture {', '.join(architectures)} is not supported; supported: LlamaForCausalLM"
+        f"architecture {', '.join(architectures)} is not supported; supported: LlamaForCausalLM, MistralForCausalLM, "
+        "Qwen2ForCausalLM, Qwen3ForCausalLM, Phi3ForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, Olmo2ForCausalLM"
     )
 
 
@@ -292,7 +361,6 @@ def test_the_model_type_stands_in_for_absent_architectures() -> None:
         ("hidden_act", "gelu", "'silu' or 'swish' or null"),
         ("sliding_window", 4096, "null"),
         ("use_sliding_window", True, "False or null"),
-        ("layer_types", ["full_attention", "sliding_attention"], "null"),
         ("no_rope_layers", [1, 0], "null"),
         ("use_qk_norm", True, "False or null"),
         ("logits_scaling", 8.0, "1.0 or null"),
@@ -363,21 +431,29 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
-NESTED = [*LLAMA3, "rope_type", "type", "rope_theta", "partial_rotary_factor"]
+NESTED = [*LLAMA3, *YARN, *LONGROPE, "type", "rope_theta", "partial_rotary_factor", "attention_factor", "mscale",
+          "mscale_all_dim", "beta_fast", "beta_slow", "truncate"]  # fmt: skip
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.sampled_from(sorted({*MINIMAL, *OPTIONAL, *SIZES})), JSON)
-def test_junk_at_a_key_is_ignored_or_refused(key: str, junk: Any) -> None:
+@given(
+    st.sampled_from(sorted(FAMILY_OF_CLASS)),
+    st.sampled_from(sorted({*MINIMAL, *OPTIONAL, *SIZES}.union(GUARDS, *(f.keys for f in FAMILIES.values())))),
+    JSON,
+    st.booleans(),
+)
+def test_junk_at_a_key_is_ignored_or_refused(hf_class: str, key: str, junk: Any, switch: bool) -> None:
     with suppress(UnsupportedModelError):
-        translate(**{key: junk})
+        translate(**{"architectures": [hf_class], "use_sliding_window": switch, key: junk})
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(st.sampled_from(["rope_scaling", "rope_parameters"]), st.sampled_from(NESTED), JSON)
-def test_junk_inside_the_rotary_block_is_ignored_or_refused(block: str, key: str, junk: Any) -> None:
+@given(
+    st.sampled_from(["rope_scaling", "rope_parameters"]), st.sampled_from(ROTARY_KINDS), st.sampled_from(NESTED), JSON
+)
+def test_junk_inside_the_rotary_block_is_ignored_or_refused(block: str, kind: str, key: str, junk: Any) -> None:
     with suppress(UnsupportedModelError):
-        translate(**{block: {"rope_type": "llama3"} | LLAMA3 | {key: junk}})
+        translate(**{block: LLAMA3 | LONGROPE | {"rope_type": kind} | {key: junk}})
 
 
 def test_translation_leaves_its_input_alone() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import SINK_BLOCK
-from ostinato.model import AttentionMetadata, Decoder, Preamble
+from ostinato.model import AttentionMetadata, Decoder, Preamble, RotaryConfig
 from ostinato.model.rotary import inverse_frequencies
 
 Error = Callable[[Tensor, Tensor], float]
@@ -21,10 +21,24 @@ TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 3e-2}
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "biases": {},
-    "plain, tied": {"attention_bias": False, "mlp_bias": False, "tie_embeddings": True},
-    "q/k norm": {"qk_norm": True},
+    "plain, tied": {"attention_bias": False, "output_bias": False, "mlp_bias": False, "tie_embeddings": True},
+    "q/k norm": {"qk_norm": "head"},
     "window 5": {"sliding_window": 5},
     "9 query heads, head_dim 6": {"num_heads": 9, "num_kv_heads": 1, "head_dim": 6},
+    "norms behind, q/k norm of the whole, multipliers": {
+        "qk_norm": "projection",
+        "post_norms": True,
+        "embedding_multiplier": 3.0,
+        "attention_scale": 0.2,
+        "residual_multiplier": 0.4,
+        "logits_divisor": 7.0,
+    },
+    "layers that differ, part of a head rotated": {
+        "sliding_window": 6,
+        "full_layers": (0,),
+        "unrotated_layers": (1,),
+        "rotary": RotaryConfig("default", 10000.0, 6),
+    },
 }
 
 
@@ -40,13 +54,13 @@ def dense_logits(decoder: Decoder, token_ids: list[int]) -> Tensor:
     """The whole model once more: float64, dense attention, one head at a time, straight from the published formulas."""
     config = decoder.config
     weight = {name: tensor.cpu().double() for name, tensor in decoder.state_dict().items()}
-    num_tokens, dim = len(token_ids), config.head_dim
+    num_tokens, dim, part = len(token_ids), config.head_dim, config.rotary.rotary_dim
     positions = torch.arange(num_tokens)
     turn = torch.polar(
-        torch.ones(num_tokens, dim // 2, dtype=torch.float64), positions[:, None] * inverse_frequencies(config.rotary)
+        torch.ones(num_tokens, part // 2, dtype=torch.float64), positions[:, None] * inverse_frequencies(config.rotary)
     )
     distance = positions[:, None] - positions
-    visible = (distance >= 0) & (distance < (config.sliding_window or num_tokens))
+    scale = dim**-0.5 if config.attention_scale is None else config.attention_scale
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.pow(2).mean(-1, keepdim=True) + config.norm_eps).sqrt() * weight[name]
@@ -55,27 +69,41 @@ def dense_logits(decoder: Decoder, token_ids: list[int]) -> Tensor:
         return x @ weight[f"{name}_weight"].T + weight.get(f"{name}_bias", torch.zeros((), dtype=torch.float64))
 
     def rotate(x: Tensor) -> Tensor:
-        turned = torch.complex(x[:, : dim // 2], x[:, dim // 2 :]) * turn
-        return torch.cat((turned.real, turned.imag), -1)
+        turned = torch.complex(x[:, : part // 2], x[:, part // 2 : part]) * turn
+        return torch.cat((turned.real, turned.imag, x[:, part:]), -1)
 
-    hidden = weight["embed_weight"][token_ids]
+    hidden = weight["embed_weight"][token_ids] * config.embedding_multiplier
     for index in range(config.num_layers):
         layer = f"layers.{index}."
-        heads = list(project(norm(hidden, f"{layer}input_norm_weight"), f"{layer}qkv").split(dim, -1))
+        visible = (distance >= 0) & (distance < (config.window_of(index) or num_tokens))
+        normed = hidden if config.post_norms else norm(hidden, f"{layer}input_norm_weight")
+        qkv = project(normed, f"{layer}qkv")
+        if config.qk_norm == "projection":
+            q, k, v = qkv.split((config.q_size, config.kv_size, config.kv_size), -1)
+            qkv = torch.cat((norm(q, f"{layer}q_norm_weight"), norm(k, f"{layer}k_norm_weight"), v), -1)
+        heads = list(qkv.split(dim, -1))
         queries, keys = heads[: config.num_heads], heads[config.num_heads : config.num_heads + config.num_kv_heads]
         values = heads[config.num_heads + config.num_kv_heads :]
-        if config.qk_norm:
+        if config.qk_norm == "head":
             queries = [norm(q, f"{layer}q_norm_weight") for q in queries]
             keys = [norm(k, f"{layer}k_norm_weight") for k in keys]
         context = []
         for head, q in enumerate(queries):
             kv_head = head // (config.num_heads // config.num_kv_heads)
-            scores = rotate(q) @ rotate(keys[kv_head]).T / dim**0.5
+            k = keys[kv_head]
+            if index not in config.unrotated_layers:
+                q, k = rotate(q), rotate(k)
+            scores = q @ k.T * scale
             context.append(scores.masked_fill(~visible, -torch.inf).softmax(-1) @ values[kv_head])
-        hidden = hidden + project(torch.cat(context, -1), f"{layer}o")
-        gate, up = project(norm(hidden, f"{layer}post_norm_weight"), f"{layer}gate_up").chunk(2, -1)
-        hidden = hidden + project(gate * torch.sigmoid(gate) * up, f"{layer}down")
-    return norm(hidden, "norm_weight") @ weight.get("head_weight", weight["embed_weight"]).T
+        added = project(torch.cat(context, -1), f"{layer}o")
+        added = norm(added, f"{layer}o_norm_weight") if config.post_norms else added
+        hidden = hidden + config.residual_multiplier * added
+        normed = hidden if config.post_norms else norm(hidden, f"{layer}post_norm_weight")
+        gate, up = project(normed, f"{layer}gate_up").chunk(2, -1)
+        added = project(gate * torch.sigmoid(gate) * up, f"{layer}down")
+        added = norm(added, f"{layer}down_norm_weight") if config.post_norms else added
+        hidden = hidden + config.residual_multiplier * added
+    return norm(hidden, "norm_weight") @ weight.get("head_weight", weight["embed_weight"]).T / config.logits_divisor
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
@@ -318,7 +346,9 @@ def test_a_range_without_layers_is_refused(
 @pytest.mark.parametrize("biased", [False, True], ids=["no biases", "biases"])
 def test_names_and_shapes_of_the_parameters(tied: bool, biased: bool, random_decoder: Make) -> None:
     """What the loaders fill; 6 query heads and 2 KV heads of 10, hidden 24, intermediate 40, vocabulary 50."""
-    decoder = random_decoder(attention_bias=biased, mlp_bias=biased, tie_embeddings=tied, num_layers=1)
+    decoder = random_decoder(
+        attention_bias=biased, output_bias=biased, mlp_bias=biased, tie_embeddings=tied, num_layers=1
+    )
     expected = {
         "embed_weight": (50, 24),
         "layers.0.input_norm_weight": (24,),

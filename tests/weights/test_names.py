@@ -42,24 +42,31 @@ def test_names_and_shapes_are_those_of_transformers(tiny_config: Make, attention
     sizes=st.tuples(*[st.integers(1, 9)] * 4),
     head_dim=st.sampled_from([2, 6, 8]),
     flags=st.fixed_dictionaries(
-        {key: st.booleans() for key in ("attention_bias", "mlp_bias", "qk_norm", "tie_embeddings")}
+        {
+            **{
+                key: st.booleans()
+                for key in ("attention_bias", "output_bias", "mlp_bias", "tie_embeddings", "post_norms")
+            },
+            "qk_norm": st.sampled_from([None, "head", "projection"]),
+            "architecture": st.sampled_from(["llama", "phi3"]),
+        }
     ),
 )
 def test_table_tiles_the_decoder(
-    heads: tuple[int, int], sizes: tuple[int, int, int, int], head_dim: int, flags: dict[str, bool]
+    heads: tuple[int, int], sizes: tuple[int, int, int, int], head_dim: int, flags: dict[str, Any]
 ) -> None:
     """Every row of every parameter of the decoder has exactly one source."""
     from ostinato.model import RotaryConfig
 
     vocab_size, hidden_size, intermediate_size, num_layers = sizes
     config = ModelConfig(
-        "llama",
-        vocab_size,
-        hidden_size,
-        intermediate_size,
-        num_layers,
-        *heads,
-        head_dim,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        num_layers=num_layers,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        head_dim=head_dim,
         norm_eps=1e-5,
         rotary=RotaryConfig("default", 1e4, head_dim),
         max_position=8,

@@ -16,6 +16,8 @@ from ostinato.kernels import (
     embedding_ref,
     greedy,
     greedy_ref,
+    residual_add,
+    residual_add_ref,
     rms_norm,
     rms_norm_ref,
     rotary_rows,
@@ -55,6 +57,27 @@ def test_add_rms_norm_equals_its_parts(draw: Draw) -> None:
     assert torch.equal(residual, total)
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.22])
+@pytest.mark.parametrize("normed", [False, True], ids=["plain", "normed"])
+@pytest.mark.parametrize("shape", [(1, 576), (5, 63)], ids=str)
+def test_residual_add(shape: tuple[int, int], normed: bool, scale: float, draw: Draw, assert_near: Near) -> None:
+    """B48: rows of larger buffers, and a result that replaces the residual."""
+    x, residual = (draw(shape[0], shape[1] + 5)[:, 2:-3] for _ in range(2))
+    weight = draw(shape[1]) if normed else None
+    expected = residual_add_ref(
+        x.double(), residual.double(), scale=scale, norm_weight=None if weight is None else weight.double(),
+        norm_eps=1e-5,
+    )  # fmt: skip
+    kept = residual.clone()
+    result = residual_add(x, residual, scale=scale, norm_weight=weight, norm_eps=1e-5)
+    assert_near(result, expected)
+    assert torch.equal(residual, kept)
+    assert residual_add(x, residual, scale=scale, norm_weight=weight, norm_eps=1e-5, out=residual) is residual
+    assert torch.equal(residual, result)
+    if not normed:
+        assert torch.equal(result, residual_add_ref(x, kept, scale=scale))
+
+
 def test_large_squares_do_not_overflow(draw: Draw) -> None:
     """B59: a float16 row of 300s is normed to ones."""
     weight = draw(64)
@@ -69,6 +92,16 @@ def test_embedding(tokens: int, size: int, draw: Draw) -> None:
     assert torch.equal(embedding(ids, weight, out=out[:tokens, 1:-1]), embedding_ref(ids, weight))
     assert out[tokens].isnan().all()
     assert out[:, 0].isnan().all()
+    assert torch.equal(embedding(ids, weight, scale=2.7), embedding_ref(ids, weight, scale=2.7))
+
+
+def test_rms_norm_in_place(draw: Draw) -> None:
+    """Queries and keys, as columns of a fused projection."""
+    qkv, weight = draw(3, 60), draw(40)
+    expected, rest = rms_norm(qkv[:, :40].clone(), weight, 1e-5), qkv[:, 40:].clone()
+    rms_norm(qkv[:, :40], weight, 1e-5, out=qkv[:, :40])
+    assert torch.equal(qkv[:, :40], expected)
+    assert torch.equal(qkv[:, 40:], rest)
 
 
 def test_rotary_rows(device: str) -> None:
