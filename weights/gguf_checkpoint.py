@@ -19,6 +19,8 @@ _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
@@ -83,7 +85,12 @@ class GGUFCheckpoint(Checkpoint):
         return tokenizer
 
     def _interleaved_heads(self, tensor: GGUFTensor) -> int:
-        """Heads whose rows the file has in another order than Hugging Face; 0 for other tensors."""
+        """Heads whose rows the file has in another order than Hugging Face; 0 for other tensors.
+
+        Only the llama architecture turns neighbours of a head; the others turn halves, as Hugging Face does.
+        """
+        if self.config.architecture != "llama":
+            return 0
         kind = tensor.name.split(".")[-2:-1]
         return {"attn_q": self.config.num_heads, "attn_k": self.config.num_kv_heads}.get("".join(kind), 0)
 

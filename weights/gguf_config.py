@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from ..model import FAMILIES
 from ..model.config import DTYPES
 from .checkpoint import CheckpointError
 from .gguf_file import GGUFFile
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM"}
+ARCHITECTURES = {family.gguf: family.hf_class for family in FAMILIES.values() if family.gguf == family.name}
 """Values of `general.architecture` that can be read, and the Hugging Face class of each."""
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -31,6 +32,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0.0,),
     "final_logit_softcapping": (0.0,),
     "rope.scaling.attn_factor": (1.0,),
+    "rope.scaling.yarn_ext_factor": (1.0, -1.0),
+    "rope.scaling.yarn_attn_factor": (1.0,),
+    "rope.scaling.yarn_beta_fast": (32.0,),
+    "rope.scaling.yarn_beta_slow": (1.0,),
+    "rope.scaling.yarn_log_multiplier": (0.0,),
 }
 """Keys (after the architecture's name) that would change the computation, with the values under which they do not."""
 
@@ -164,6 +170,14 @@ def _rope_scaling(
             raise CheckpointError(f"{reader.path}: {ROPE_FACTORS} is not Llama 3's scaling: {error}") from error
     if kind == "none":
         kind = "linear" if factor != 1.0 else "default"
+    if kind == "yarn":
+        original = reader.size("rope.scaling.original_context_length")
+        return {"rope_type": kind, "factor": factor, "original_max_position_embeddings": original}
+    if kind not in ("default", "linear"):
+        raise CheckpointError(
+            f"{reader.path}: {reader.architecture}.rope.scaling.type = {kind!r} is not supported; supported: none, "
+            "linear, yarn"
+        )
     return {"rope_type": kind, "factor": factor}
 
 

@@ -26,6 +26,8 @@ LAYER_NAMES = {
     "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
@@ -117,9 +119,9 @@ def write_gguf(
         elif value is not ...:
             add[type(value)](key, value)
     for name, values in tensors.items():
-        if ".q_proj" in name:
+        if architecture == "llama" and ".q_proj" in name:
             values = interleaved(values, config["num_attention_heads"])
-        if ".k_proj" in name:
+        if architecture == "llama" and ".k_proj" in name:
             values = interleaved(values, config["num_key_value_heads"])
         stored_kind = kind if values.dim() == 2 else norm_kind
         stored = gguf.quants.quantize(values.float().numpy(), stored_kind)
@@ -181,6 +183,56 @@ def test_a_file_is_the_checkpoint_it_was_made_from(
     assert_same_tensors(dict(checkpoint.tensors()), tensors)
     loaded, expected = load_model(checkpoint)[0], load_model(folder)[0]
     assert_same_tensors(dict(loaded.named_parameters()), dict(expected.named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("qwen2", {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}}),
+        ("qwen3", {}),
+        ("qwen3", {"attention_bias": True}),
+    ],
+    ids=str,
+)
+def test_files_of_other_architectures(
+    family: str,
+    changes: dict[str, Any],
+    tiny_config: Callable[..., dict[str, Any]],
+    tiny_tensors: Callable[..., Tensors],
+    write_folder: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """B06, B09: biases without a key, norms of heads, rows in the order of Hugging Face, and yarn."""
+    classes = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+    config = tiny_config(
+        architectures=[classes[family]], model_type=family, dtype="float32", rms_norm_eps=1e-5, **changes
+    )
+    tensors = tiny_tensors(config)
+    metadata: dict[str, Any] = {"general__architecture": family}
+    if "rope_scaling" in changes:
+        metadata |= {
+            f"{family}__rope__scaling__type": "yarn",
+            f"{family}__rope__scaling__factor": 4.0,
+            f"{family}__rope__scaling__original_context_length": 16,
+        }
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "model.gguf", config, tensors, **metadata))
+    folder = open_checkpoint(write_folder(tmp_path / "folder", config, tensors))
+    assert checkpoint.config == folder.config
+    assert checkpoint.config.rotary.kind == ("yarn" if "rope_scaling" in changes else "default")
+    assert_same_tensors(dict(checkpoint.tensors()), tensors)
+    loaded, expected = load_model(checkpoint)[0], load_model(folder)[0]
+    assert_same_tensors(dict(loaded.named_parameters()), dict(expected.named_parameters()))
+
+
+def test_yarn_without_its_original_length_is_refused(
+    tiny_config: Callable[..., dict[str, Any]], tiny_tensors: Callable[..., Tensors], tmp_path: Path
+) -> None:
+    config = tiny_config()
+    changes = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    path = write_gguf(tmp_path / "model.gguf", config, tiny_tensors(config), **changes)
+    with pytest.raises(CheckpointError, match="original_context_length is missing"):
+        open_checkpoint(path)
 
 
 @pytest.mark.parametrize("kind", STORED_AS_IS, ids=lambda kind: kind.name)
@@ -452,7 +504,7 @@ def test_what_is_not_supported_is_refused_by_name(
         open_checkpoint(path)
 
 
-@pytest.mark.parametrize("kind", ["yarn", "longrope", "invented"])
+@pytest.mark.parametrize("kind", ["longrope", "invented"])
 def test_other_rope_scalings_are_refused_by_name(
     kind: str, tiny_config: Callable[..., dict[str, Any]], tiny_tensors: Callable[..., Tensors], tmp_path: Path
 ) -> None:
@@ -460,7 +512,7 @@ def test_other_rope_scalings_are_refused_by_name(
     config = tiny_config()
     changes = {"llama__rope__scaling__type": kind, "llama__rope__scaling__factor": 4.0}
     path = write_gguf(tmp_path / "model.gguf", config, tiny_tensors(config), **changes)
-    with pytest.raises(UnsupportedModelError, match=kind):
+    with pytest.raises(CheckpointError, match=f"rope.scaling.type = '{kind}' is not supported; supported: none"):
         open_checkpoint(path)
 
 
