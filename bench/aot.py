@@ -138,7 +138,7 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
         fn=launch.function,
         signature=dict(launch.signature),
         constexprs={(names.index(name),): value for name, value in launch.constants},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in launch.aligned},
+        attrs={(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in launch.aligned},
     )
     options = {k: v for k, v in launch.options if not (k == "launch_pdl" and architecture < 90)}
     kernel = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
