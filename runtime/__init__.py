@@ -8,6 +8,7 @@ from .graph_reason import Path, Reason
 from .graph_report import GraphReport
 from .inference_graph_capture import InferenceGraphCapture, StepMode
 from .interventions import HookHandle, HookRow
+from .memory import NotEnoughMemoryError
 from .rank_agreement import GraphsRequiredError
 from .sampling_params import SamplingParams
 from .sequence import FinishReason, Sequence, TokenLogprobs
@@ -23,6 +24,7 @@ __all__ = [
     "HookHandle",
     "HookRow",
     "InferenceGraphCapture",
+    "NotEnoughMemoryError",
     "Path",
     "Reason",
     "RequestError",

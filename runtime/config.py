@@ -30,8 +30,8 @@ class EngineConfig:
             sampling), "off" (eagerly), or "auto": "off", until the recording on a GPU is proven. With graphs, a step
             with a hook, a logits processor or a token mask is piecewise around it.
         capture: "startup", or "lazy": each bucket once it has been used for `graph_warmup_steps` steps.
-        capture_sizes: batch sizes to capture; `max_num_seqs` is always one of them. None: 1, 2, 4, 8 and then every
-            multiple of 8 up to 256.
+        capture_sizes: batch sizes to capture; `max_num_seqs` is always one of them. None: 1, 2, 4, 8, then every
+            multiple of 8 up to 256, of 16 up to 512, of 32 up to 1024 and so on.
         graph_warmup_steps: eager steps of a bucket before a lazy capture, at least 1.
         enable_decode_graphs: None follows `graphs`; False runs eagerly what the graphs would run, on the same padded
             rows; True with `graphs="off"` is an error.

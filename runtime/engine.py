@@ -22,6 +22,7 @@ from .graph_buckets import capture_sizes
 from .graph_reason import Path
 from .graph_report import GraphReport, coverage_lines, graph_report
 from .interventions import Hooks
+from .memory import memory_for
 from .model_runner import ModelRunner
 from .rank_agreement import graphs_required
 from .sampler import MAX_BANNED_IDS, Sampler
@@ -67,9 +68,15 @@ class Engine:
         self.kv_plan = plan
         self._tokenizer = tokenizer
         self._token_texts: dict[int, str] = {}  # what the streams of all sequences learn of the vocabulary
-        kv_cache = KVCache.allocate(
-            model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
-        )
+        block_bytes = model.config.kv_bytes_per_token(model.dtype) * config.block_size
+        with memory_for(
+            f"a KV cache of {plan.num_blocks * block_bytes} bytes ({plan.num_blocks} blocks of {config.block_size} "
+            f"tokens, max_num_seqs {config.max_num_seqs}, max_model_len {plan.max_model_len}) on {model.device}",
+            "lower max_model_len (--max-model-len), max_num_seqs, kv_cache_memory_bytes or gpu_memory_utilization",
+        ):
+            kv_cache = KVCache.allocate(
+                model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
+            )
         state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
         sampler = Sampler(config.max_num_seqs, self.vocab_size, device=model.device)
         self.hooks = Hooks(model.config.num_layers)
@@ -131,6 +138,12 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_token_ids)
         if params.min_tokens and len(stop_ids) > MAX_BANNED_IDS:
             raise ValueError(f"min_tokens can hold off at most {MAX_BANNED_IDS} stop and end ids, got {len(stop_ids)}")
+        allowed = params.allowed_token_ids
+        if params.min_tokens and isinstance(allowed, tuple) and stop_ids.issuperset(allowed):
+            raise ValueError(
+                f"min_tokens {params.min_tokens} holds off every token of allowed_token_ids {list(allowed)}: "
+                "each is a stop or end id"
+            )
         seed = secrets.randbits(64) if params.seed is None else params.seed
         return [
             Sequence(

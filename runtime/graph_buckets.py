@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from .dummy_rows import RowInfo
     from .graph_backend import Graph
 
-MAX_CAPTURE_SIZE = 256
+FINE_SIZES = 256
+"""Up to here the default sizes lie 8 apart; above, 16 to each doubling: a batch is padded by a sixteenth at most."""
 
 
 @runtime_checkable
@@ -127,16 +128,24 @@ def capture_sizes(sizes: Iterable[int] | None, max_num_seqs: int) -> tuple[int, 
     """Batch sizes to capture: sorted, unique, none above `max_num_seqs`, which is always one of them.
 
     Args:
-        sizes: None for the default, 1, 2, 4, 8 and then every multiple of 8 up to 256.
+        sizes: None for the default: 1, 2, 4, 8, every multiple of 8 up to 256, of 16 up to 512, of 32 up to 1024 …
 
     Raises:
         ValueError: a size that is no whole number of at least 1.
     """
-    wanted = [1, 2, 4, 8, *range(16, MAX_CAPTURE_SIZE + 1, 8)] if sizes is None else list(sizes)
+    wanted = _default_sizes(max_num_seqs) if sizes is None else list(sizes)
     for size in wanted:
         if type(size) is not int or size < 1:
             raise ValueError(f"capture_sizes must be whole numbers of at least 1, got {size!r}")
     return tuple(sorted({size for size in wanted if size < max_num_seqs} | {max_num_seqs}))
+
+
+def _default_sizes(max_num_seqs: int) -> list[int]:
+    sizes, doubled = [1, 2, 4, 8, *range(16, FINE_SIZES + 1, 8)], FINE_SIZES
+    while doubled < max_num_seqs:
+        sizes += range(doubled, 2 * doubled + 1, doubled // 16)
+        doubled *= 2
+    return sizes
 
 
 def tightest(

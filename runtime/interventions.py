@@ -1,6 +1,6 @@
 """What users run between the pieces of a step: hooks on hidden states, logits processors, masks of tokens."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -162,7 +162,13 @@ def _edit_row(row: Tensor, sequence: EngineSequence) -> None:
     if allowed is not None:
         with _own_code(f"allowed_token_ids, {token},"):
             ids = allowed(prompt_ids, output_ids) if callable(allowed) else allowed
-            row.masked_fill_(~_mask(ids, row), -torch.inf)
+            mask = _mask(ids, row)
+            if len(output_ids) < params.min_tokens and not _any_but(mask, sequence.stop_ids):
+                raise ValueError(
+                    f"min_tokens {params.min_tokens} holds off every token that is allowed, stop and end ids all, "
+                    f"got {ids!r}"
+                )
+            row.masked_fill_(~mask, -torch.inf)
 
 
 @contextmanager
@@ -172,6 +178,12 @@ def _own_code(where: str) -> Iterator[None]:
         yield
     except Exception as error:
         raise RequestError(what_failed(where, error)) from error
+
+
+def _any_but(mask: Tensor, ids: Collection[int]) -> bool:
+    """Whether the mask holds a token that is none of `ids`."""
+    index = torch.tensor(sorted(ids), dtype=torch.int64, device=mask.device)
+    return bool(mask.index_fill(0, index, False).any())
 
 
 def has_logits_processor(sequences: Sequence[EngineSequence]) -> bool:

@@ -244,6 +244,49 @@ def test_mistakes(cli: Cli, chat_model: Path, words: list[str], named: str) -> N
     assert named in line
 
 
+@pytest.mark.usefixtures("tiny_shape")
+@pytest.mark.parametrize(
+    "words", [["generate", "-m", "MODEL", "a"], ["chat", "-m", "MODEL"], ["generate", "-m", "tiny"]]
+)
+def test_a_stop_id_is_refused_before_weights_are_loaded(
+    cli: Cli, chat_model: Path, monkeypatch: pytest.MonkeyPatch, words: list[str]
+) -> None:
+    for load in ("load_model", "dummy_model"):
+        monkeypatch.setattr(f"ostinato.llm.{load}", lambda *args, **options: pytest.fail("weights were loaded"))
+    dummy = ["--load-format", "dummy", "1"] if "tiny" in words else []
+    result = cli(*(chat_model if word == "MODEL" else word for word in words), "--stop-token-id", 5000, *dummy)
+    assert result.code == 2
+    assert result.err.startswith("Error: stop_token_ids: token id 5000 is not in the vocabulary")
+
+
+@pytest.mark.parametrize("where", ["load_model", "Engine"])
+def test_memory_that_runs_out_is_one_line(
+    cli: Cli, chat_model: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nDetails")
+
+    monkeypatch.setattr(f"ostinato.llm.{where}", full)
+    result = cli("generate", "-m", chat_model, "a")
+    assert (result.code, result.out) == (1, "")
+    [line] = result.err.splitlines()
+    assert line.startswith("Error: not enough memory for ")
+    assert "on cpu" in line
+
+
+def test_a_request_that_fails_is_one_line(cli: Cli, chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> str:
+        raise RuntimeError("no text")
+
+    for option in ([], ["--json"]):
+        with monkeypatch.context() as patched:
+            patched.setattr("ostinato.weights.Tokenizer.decode", fail)
+            result = cli("generate", "-m", chat_model, *option, "a")
+        assert (result.code, result.out.strip()) == (1, "")
+        assert "Error: the tokenizer, for output token " in result.err.splitlines()[-1]
+        assert "raised RuntimeError: no text" in result.err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("data", "named"), [(b"", "stdin is empty"), (b"a\xffb", "0xff at 1")], ids=["empty", "latin"])
 def test_mistakes_in_stdin(cli: Cli, chat_model: Path, data: bytes, named: str) -> None:
     """B55."""

@@ -33,6 +33,8 @@ def start(*args: object, **streams: int) -> Iterator[subprocess.Popen[bytes]]:
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "ostinato", *map(str, args)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "TERM": "xterm"},
+        # Jobs in the background of a shell ignore Ctrl-C, and so would their children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
     ) as process:
         try:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato import LLM, EngineConfig, HookError, HookRow, RequestError, SamplingParams
+from ostinato import LLM, EngineConfig, HookError, HookRow, NotEnoughMemoryError, RequestError, SamplingParams
 
 MODES = ["off", "whole", "piecewise"]
 PROMPTS = ["first", "second one", "third", "4"]
@@ -201,3 +201,50 @@ def test_the_engine_cannot_be_called_out_of_its_own_step(llm_of: Callable[[str],
     with pytest.raises(RequestError, match="cannot generate out of its own step"):
         llm.generate("outer", SamplingParams(**LONG, logits_processors=[nested]))
     assert_drained(llm)
+
+
+def test_min_tokens_needs_an_allowed_token_that_ends_nothing(llm_of: Callable[[str], LLM]) -> None:
+    """A list that cannot work is refused; a function that leaves only end ids fails its own request, there."""
+    llm = llm_of("off")
+    [eos] = llm.eos_token_ids
+    with pytest.raises(ValueError, match=rf"min_tokens 2 holds off every token of allowed_token_ids \[{eos}, 50\]"):
+        llm.generate("a", SamplingParams(min_tokens=2, allowed_token_ids=[eos, 50], stop_token_ids=[50]))
+    ends = SamplingParams(min_tokens=2, allowed_token_ids=lambda prompt, output: [eos] if output else [40])
+    with pytest.raises(RequestError, match="for output token 1, raised ValueError: min_tokens 2 holds off every token"):
+        llm.generate("a", ends)
+    served = [
+        SamplingParams(temperature=0.0, max_tokens=4, min_tokens=2, allowed_token_ids=[eos, 40], logit_bias={eos: 50}),
+        SamplingParams(max_tokens=4, min_tokens=2, allowed_token_ids=[eos], ignore_eos=True),
+        SamplingParams(max_tokens=4, allowed_token_ids=[eos]),
+    ]
+    assert tokens(llm.generate(["a", "b", "c"], served)) == [[40, 40, eos], [eos] * 4, [eos]]
+
+
+OUT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9.00 GiB.\nmore lines")
+HOST = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: you tried to ...")
+
+
+@pytest.mark.parametrize("error", [OUT, HOST, MemoryError()], ids=["device", "host", "python"])
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        (
+            "ostinato.llm.load_model",
+            r"not enough memory for \d+ bytes of weights \(\d+ parameters in float32\) on cpu: ",
+        ),
+        ("ostinato.runtime.engine.KVCache.allocate", r"KV cache of 107520 bytes \(42 blocks of 16 .*--max-model-len"),
+        ("ostinato.runtime.engine.Sampler", r"rows, buffers and graphs of 4 sequences on cpu: lower max_num_seqs"),
+    ],
+    ids=["weights", "cache", "rest"],
+)
+def test_memory_that_runs_out_says_for_what(
+    chat_model: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, where: str, message: str
+) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(where, full)
+    with pytest.raises(NotEnoughMemoryError, match=message) as caught:
+        LLM(chat_model, device="cpu", config=EngineConfig(max_num_seqs=4, block_size=16))
+    assert caught.value.__cause__ is error
+    assert "\n" not in str(caught.value)

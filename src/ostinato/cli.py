@@ -21,7 +21,7 @@ from .cli_options import Graphs, LoadFormat, ending, output
 
 if TYPE_CHECKING:
     from .llm import LLM
-    from .runtime import EngineConfig
+    from .runtime import EngineConfig, SamplingParams
     from .terminal import Terminal
 
 GENERATE = {"temperature": 0.0, "max_tokens": 256}
@@ -52,10 +52,10 @@ def main(args: Sequence[str] | None = None) -> None:
             raise
         _complain(error)
         sys.exit(2)
-    except RuntimeError as error:
-        from .runtime import GraphsRequiredError, RequestError
+    except (RuntimeError, MemoryError) as error:
+        from .runtime import GraphsRequiredError, NotEnoughMemoryError, RequestError
 
-        if settings.debug or not isinstance(error, GraphsRequiredError | RequestError):
+        if settings.debug or not isinstance(error, GraphsRequiredError | NotEnoughMemoryError | RequestError):
             raise
         _complain(error)
         sys.exit(1)
@@ -172,10 +172,10 @@ def generate(
         "n": n,
     }
     built_in = GENERATE | {"max_tokens": max(GENERATE["max_tokens"], min_tokens)}
-    SamplingParams(**built_in | given)  # refuses mistakes before a model is loaded
+    checked = SamplingParams(**built_in | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
     config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=min(n, 32))
-    llm = _load(terminal, model, revision, load_format, device, dtype, config, generation_config)
+    llm = _load(terminal, model, revision, load_format, device, dtype, config, generation_config, checked)
     params = llm.sampling_defaults.params(given, built_in)
     completion = Completion(llm, text, params, chat=chat, system=system, fit=max_tokens is None)
     if json:
@@ -233,10 +233,10 @@ def chat(
         "stop": stop or (),
         "stop_token_ids": stop_token_id or (),
     }
-    SamplingParams(**CHAT | given)  # refuses mistakes before a model is loaded
+    checked = SamplingParams(**CHAT | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
     config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=1)
-    llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, config, generation_config)
+    llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, config, generation_config, checked)
     Conversation(llm, llm.sampling_defaults.params(given, CHAT), terminal, system=system).run()
 
 
@@ -306,11 +306,17 @@ def _load(
     dtype: str,
     config: "EngineConfig",
     generation_config: str,
+    params: "SamplingParams",
 ) -> "LLM":
-    """Load a model with a bar and a line about it."""
-    from .llm import LLM
+    """Load a model with a bar and a line about it, unless it has not the token ids of `params`."""
+    from .llm import LLM, named_shape
     from .terminal import eager_warning, load_line
+    from .weights import open_checkpoint, resolve
 
+    if params.stop_token_ids and load_format is LoadFormat.DUMMY:
+        params.check_vocab(named_shape(model).vocab_size)
+    elif params.stop_token_ids:
+        params.check_vocab(open_checkpoint(resolve(model, revision=revision)).config.vocab_size)
     with terminal.load_bar() as progress:
         llm = LLM(
             model,

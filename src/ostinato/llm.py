@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelt
 from .runtime import Chunk, Engine, EngineConfig, GraphReport, HookHandle, HookRow, SamplingParams
 from .runtime import Sequence as EngineSequence
 from .runtime.interventions import HookFunction
+from .runtime.memory import memory_for
 from .sampling_defaults import SamplingDefaults
 from .weights import LoadReport, Tokenizer, dummy_model, load_model, open_checkpoint, resolve
 
@@ -54,6 +56,7 @@ class LLM:
     Raises:
         ValueError, OSError: a model that cannot be found or is not supported, a device that is not there, sizes that
             do not fit. One sentence that names the value and the limit.
+        NotEnoughMemoryError: weights, KV cache or buffers do not fit into memory; the message says which and how large.
     """
 
     def __init__(
@@ -81,7 +84,8 @@ class LLM:
             shape = model if isinstance(model, ModelConfig) else named_shape(model)
             self.eos_token_ids = eos_token_ids(shape, {}, None)
             dummy_dtype = wanted or shape.dtype or torch.float32
-            decoder = dummy_model(shape, dtype=dummy_dtype, device=target, seed=seed, context=config.max_model_len)
+            with _memory_for_weights(shape, dummy_dtype, target):
+                decoder = dummy_model(shape, dtype=dummy_dtype, device=target, seed=seed, context=config.max_model_len)
         elif load_format == "auto":
             if isinstance(model, ModelConfig):
                 raise ValueError('a ModelConfig has no weights: pass load_format="dummy" for random ones')
@@ -90,20 +94,25 @@ class LLM:
             stored, context = checkpoint.generation_config, config.max_model_len
             self.sampling_defaults = SamplingDefaults.chosen(generation_config, stored, checkpoint.path)
             self.eos_token_ids = eos_token_ids(checkpoint.config, stored, self.tokenizer)
-            decoder, self.load_report = load_model(
-                checkpoint, dtype=wanted, device=target, context=context, progress=progress
-            )
+            with _memory_for_weights(checkpoint.config, wanted or checkpoint.default_dtype, target):
+                decoder, self.load_report = load_model(
+                    checkpoint, dtype=wanted, device=target, context=context, progress=progress
+                )
         else:
             raise ValueError(f'load_format must be "auto" or "dummy", got {load_format!r}')
         self.model_config = decoder.config
         self._model = decoder
-        self._engine = Engine(
-            decoder,
-            config,
-            tokenizer=self.tokenizer,
-            eos_token_ids=self.eos_token_ids,
-            capture_progress=capture_progress,
-        )
+        with memory_for(
+            f"rows, buffers and graphs of {config.max_num_seqs} sequences on {target}",
+            "lower max_num_seqs, gpu_memory_utilization or graph_memory_bytes",
+        ):
+            self._engine = Engine(
+                decoder,
+                config,
+                tokenizer=self.tokenizer,
+                eos_token_ids=self.eos_token_ids,
+                capture_progress=capture_progress,
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -267,6 +276,15 @@ class LLM:
             yield  # what a step for another request has brought since
         finally:
             self._engine.abort(*sequences)
+
+
+def _memory_for_weights(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> AbstractContextManager[None]:
+    size = config.num_parameters * dtype.itemsize
+    name = str(dtype).removeprefix("torch.")
+    return memory_for(
+        f"{size} bytes of weights ({config.num_parameters} parameters in {name}) on {device}",
+        "choose a smaller model, a smaller dtype (--dtype) or another device (--device)",
+    )
 
 
 def eos_token_ids(

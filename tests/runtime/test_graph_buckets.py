@@ -23,7 +23,10 @@ from ostinato.runtime.sampler import SampleRoad
         pytest.param(None, 5, (1, 2, 4, 5), id="off-grid"),
         pytest.param(None, 30, (1, 2, 4, 8, 16, 24, 30), id="30"),
         pytest.param(None, 256, (1, 2, 4, 8, *range(16, 257, 8)), id="35-sizes"),
-        pytest.param(None, 700, (1, 2, 4, 8, *range(16, 257, 8), 700), id="beyond-the-list"),
+        pytest.param(None, 257, (1, 2, 4, 8, *range(16, 257, 8), 257), id="257"),
+        pytest.param(
+            None, 700, (1, 2, 4, 8, *range(16, 257, 8), *range(272, 513, 16), *range(544, 700, 32), 700), id="coarser"
+        ),
         pytest.param([64, 3, 3, 1000], 70, (3, 64, 70), id="custom"),
         pytest.param([], 7, (7,), id="empty"),
     ],

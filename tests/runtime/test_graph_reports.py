@@ -12,7 +12,7 @@ from ostinato.model import Decoder
 from ostinato.runtime import Engine, Path, Reason, SamplingParams, Sequence
 from ostinato.runtime.decode_graphs import DecodeGraphs
 from ostinato.runtime.graph_backend import Graph, GraphPool
-from ostinato.runtime.graph_buckets import MAX_CAPTURE_SIZE, capture_sizes
+from ostinato.runtime.graph_buckets import capture_sizes
 from ostinato.runtime.tape_graph import TapeBackend
 
 Build = Callable[..., Engine]
@@ -130,12 +130,14 @@ def test_a_prompt_that_comes_late_makes_no_decode_step_eager(
     assert engine.decode_runner.counters.by_reason[Reason.PREFILL] == 2
 
 
-def test_the_default_buckets_at_most_double_a_batch() -> None:
-    """Up to the end of the list; beyond it the only bucket is the maximum, and reports count its padding."""
-    sizes = capture_sizes(None, MAX_CAPTURE_SIZE)
-    for batch in range(1, MAX_CAPTURE_SIZE + 1):
+@pytest.mark.parametrize("largest", [256, 257, 700, 1024, 5000])
+def test_the_default_buckets_at_most_double_a_batch(largest: int) -> None:
+    """Up to 256 at most 7 rows are padding; above, at most a sixteenth of the batch, however many there are."""
+    sizes = capture_sizes(None, largest)
+    for batch in range(1, largest + 1):
         bucket = min(size for size in sizes if size >= batch)
-        assert bucket - batch <= min(batch, 7)
+        assert bucket - batch <= min(batch, 7) if batch <= 256 else bucket - batch < batch / 16
+    assert len(sizes) <= 36 + 16 * max(0, (largest - 1).bit_length() - 8)
 
 
 # Wrong results
