@@ -100,9 +100,18 @@ def _yarn_pair(rotary: RotaryConfig, turns: float) -> float:
     return rotary.rotary_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(rotary.theta))
 
 
+POSITIONS_AT_ONCE = 1 << 14
+"""Of the float64 angles; those of a million positions would take a gigabyte and a half."""
+
+
 def rotary_tables(rotary: RotaryConfig, num_positions: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
     """`cos` and `sin` of every position, each `[num_positions, rotary_dim / 2]` float32, times the attention factor."""
     frequencies = inverse_frequencies(rotary, num_positions)
-    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * frequencies
-    cos, sin = angles.cos() * rotary.attention_factor, angles.sin() * rotary.attention_factor
-    return cos.to(device, torch.float32), sin.to(device, torch.float32)
+    shape = num_positions, len(frequencies)
+    cos, sin = (torch.empty(shape, dtype=torch.float32, device=device) for _ in range(2))
+    for start in range(0, num_positions, POSITIONS_AT_ONCE):
+        stop = min(start + POSITIONS_AT_ONCE, num_positions)
+        angles = torch.arange(start, stop, dtype=torch.float64)[:, None] * frequencies
+        cos[start:stop] = angles.cos() * rotary.attention_factor
+        sin[start:stop] = angles.sin() * rotary.attention_factor
+    return cos, sin

@@ -3,9 +3,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.model import SHAPES, Decoder, ModelConfig, RotaryConfig
-from ostinato.model.rotary import inverse_frequencies, rotary_tables
+from ostinato.model.rotary import POSITIONS_AT_ONCE, inverse_frequencies, rotary_tables
 
 KINDS = [
     RotaryConfig("default", 10000.0, 64),
@@ -138,3 +140,27 @@ def test_named_shapes_scale_as_published(name: str) -> None:
     rotary = SHAPES[name].rotary
     assert (rotary.kind, rotary.theta, rotary.rotary_dim) == ("llama3", 500000.0, SHAPES[name].head_dim)
     assert (rotary.low_freq_factor, rotary.high_freq_factor, rotary.original_max_position) == (1.0, 4.0, 8192)
+
+
+class _LargestDouble(TorchDispatchMode):
+    """Notes how large float64 tensors get."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.dtype == torch.float64:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+def test_tables_take_little_more_memory_than_they_are_large() -> None:
+    """The float64 angles of all positions at once would be several times the tables."""
+    rotary = RotaryConfig("default", 500000.0, 8)
+    num_positions = 5 * POSITIONS_AT_ONCE // 2
+    with _LargestDouble() as seen:
+        cos, sin = rotary_tables(rotary, num_positions, "cpu")
+    assert seen.numel == POSITIONS_AT_ONCE * 4
+    angles = torch.arange(num_positions, dtype=torch.float64)[:, None] * inverse_frequencies(rotary, num_positions)
+    assert torch.equal(cos, angles.cos().float())
+    assert torch.equal(sin, angles.sin().float())
