@@ -112,7 +112,8 @@ def _check_local(path: Path, config_only: bool) -> Path:
             return path
         hint = f"; give the folder that holds it, {path.parent}" if path.suffix == ".safetensors" else ""
         raise ResolveError(f"{path}: is a file but not a .gguf file{hint}")
-    lack = _lack(files, config_only)
+    has_index = "model.safetensors.index.json" in files  # which says what is lacking
+    lack = _lack(files, config_only or has_index)
     if lack:
         raise ResolveError(f"{path}: the folder {lack}")
     return path

@@ -17,6 +17,8 @@ from .weights.checkpoint import model_config
 from .weights.files import list_folder, read_json_object, read_optional
 from .weights.folder_tokenizer import folder_tokenizer
 from .weights.gguf_file import GGUFFile
+from .weights.names import match_names
+from .weights.safetensors_checkpoint import INDEX_FILE
 
 
 def model_facts(model: str | None, revision: str | None) -> dict[str, Any]:
@@ -31,8 +33,9 @@ def model_facts(model: str | None, revision: str | None) -> dict[str, Any]:
     """
     path = resolve(model, revision=revision, config_only=True)
     name = model or "demo"
-    if path.is_file() or any(path.glob("*.safetensors")):
+    if path.is_file() or any(name.endswith((".safetensors", INDEX_FILE)) for name in list_folder(path)):
         checkpoint = open_checkpoint(path)
+        match_names(checkpoint.config, checkpoint.tensor_info(), path)
         facts = _facts(name, checkpoint.config, checkpoint.generation_config, checkpoint.load_tokenizer(), path)
         stored = _stored(_stored_tensors(checkpoint))
         return facts | _sizes(checkpoint.config, checkpoint.default_dtype, stored, checkpoint.format, path)
@@ -61,7 +64,7 @@ def _facts(
     name: str, config: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None, path: Path
 ) -> dict[str, Any]:
     defaults = SamplingDefaults.chosen("auto", generation_config, path)
-    stop_ids = sorted(eos_token_ids(config, generation_config, tokenizer))
+    stop_ids = sorted(eos_token_ids(config, generation_config, tokenizer, path))
     return {
         "model": name,
         "architecture": config.architecture,

@@ -17,8 +17,8 @@ from .runtime import Chunk, Engine, EngineConfig, GraphReport, HookHandle, HookR
 from .runtime import Sequence as EngineSequence
 from .runtime.interventions import HookFunction
 from .runtime.memory import memory_for
-from .sampling_defaults import SamplingDefaults
-from .weights import LoadReport, Tokenizer, dummy_model, load_model, open_checkpoint, resolve
+from .sampling_defaults import FILE, SamplingDefaults
+from .weights import CheckpointError, LoadReport, Tokenizer, dummy_model, load_model, open_checkpoint, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class LLM:
             if revision is not None:
                 raise ValueError(f"revision {revision!r} only means something for a hub id, not for a shape")
             shape = model if isinstance(model, ModelConfig) else named_shape(model)
-            self.eos_token_ids = eos_token_ids(shape, {}, None)
+            self.eos_token_ids = eos_token_ids(shape, {}, None, Path())
             dummy_dtype = wanted or shape.dtype or torch.float32
             with _memory_for_weights(shape, dummy_dtype, target):
                 decoder = dummy_model(shape, dtype=dummy_dtype, device=target, seed=seed, context=config.max_model_len)
@@ -93,7 +93,7 @@ class LLM:
             self.tokenizer = checkpoint.load_tokenizer()
             stored, context = checkpoint.generation_config, config.max_model_len
             self.sampling_defaults = SamplingDefaults.chosen(generation_config, stored, checkpoint.path)
-            self.eos_token_ids = eos_token_ids(checkpoint.config, stored, self.tokenizer)
+            self.eos_token_ids = eos_token_ids(checkpoint.config, stored, self.tokenizer, checkpoint.path)
             with _memory_for_weights(checkpoint.config, wanted or checkpoint.default_dtype, target):
                 decoder, self.load_report = load_model(
                     checkpoint, dtype=wanted, device=target, context=context, progress=progress
@@ -288,16 +288,17 @@ def _memory_for_weights(config: ModelConfig, dtype: torch.dtype, device: torch.d
 
 
 def eos_token_ids(
-    config: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None
+    config: ModelConfig, generation_config: Mapping[str, Any], tokenizer: Tokenizer | None, path: Path
 ) -> frozenset[int]:
     """Ids that end an output: the union of what the config, the generation config and the tokenizer name.
 
-    Those that the model cannot generate, since its vocabulary is smaller, are left out.
+    Those that the model cannot generate, since its vocabulary is smaller, are left out. `path` is the checkpoint's, for
+    errors.
     """
     named = generation_config.get("eos_token_id")
     from_generation = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(token_id) is int and token_id >= 0 for token_id in from_generation):
-        raise ValueError(f"generation_config.json: eos_token_id {named!r} is not a token id or a list of them")
+        raise CheckpointError(f"{path / FILE}: eos_token_id {named!r} is not a token id or a list of them")
     named_ids = [*from_generation, *config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())]
     return frozenset(token_id for token_id in named_ids if token_id < config.vocab_size)
 

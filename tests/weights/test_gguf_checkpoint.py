@@ -564,6 +564,13 @@ def sound(tiny_config: Callable[..., dict[str, Any]], tiny_tensors: Callable[...
     ).read_bytes()
 
 
+def move(data: bytes, name: bytes, offset: int) -> bytes:
+    """Say of a tensor that it begins at another offset."""
+    position = data.index(name) + len(name)
+    position += 4 + 8 * struct.unpack_from("<I", data, position)[0] + 4
+    return data[:position] + struct.pack("<Q", offset) + data[position + 8 :]
+
+
 DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda data: b"", "is not a GGUF file: it has 0 bytes"),
     "seven-bytes": (lambda data: data[:7], "it has 7 bytes"),
@@ -582,6 +589,22 @@ DAMAGE: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "last-8-bytes": (lambda data: data[:-8], "is truncated: tensor .* ends at byte"),
     "not-utf-8": (lambda data: data.replace(b"general.arch", b"\xff\xfe\xfd\xfcral.arch"), "not UTF-8"),
     "key-twice": (lambda data: data.replace(b"texts.b", b"texts.a"), "lists the key texts.a twice"),
+    "same-bytes": (
+        lambda data: move(data, b"blk.0.attn_k.weight", 0),
+        r"tensor \S+ begins at byte \d+, inside tensor \S+, which ends at",
+    ),
+    "overlap": (
+        lambda data: move(data, b"blk.0.attn_k.weight", 32),
+        r"tensor blk\.0\.attn_k\.weight begins at byte \d+, inside tensor \S+, which ends at",
+    ),
+    "not-aligned": (
+        lambda data: move(data, b"blk.0.attn_k.weight", 1),
+        r"tensor blk\.0\.attn_k\.weight begins at 1, not a multiple of 32",
+    ),
+    "beyond-the-end": (
+        lambda data: move(data, b"blk.0.attn_k.weight", 2**60),
+        r"is truncated: tensor blk\.0\.attn_k\.weight ends at byte \d+ of",
+    ),
     "tensor-twice": (lambda data: data.replace(b"blk.0.attn_k.", b"blk.0.attn_q."), "lists tensor .* twice"),
 }
 
