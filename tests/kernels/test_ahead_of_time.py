@@ -59,6 +59,7 @@ def decode_step(model: str, batch: int, architecture: int) -> list[Any]:
         kernels.rms_norm(pre.hidden, decoder.norm_weight, 1e-5)
         kernels.add_rms_norm(pre.hidden, pre.hidden, decoder.norm_weight, 1e-5)
         kernels.swiglu(meta(batch, 2 * config.intermediate_size))
+        kernels.residual_add(pre.hidden, pre.hidden, scale=0.5, norm_weight=decoder.norm_weight, norm_eps=1e-5)
     return launches
 
 

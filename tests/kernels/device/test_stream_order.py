@@ -69,6 +69,11 @@ def rms_norm_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
     return lambda: cuda(5, 1024), lambda x: k.rms_norm(x, weight, 1e-5)
 
 
+def residual_add_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    residual, weight = cuda(5, 1024), cuda(1024)
+    return lambda: cuda(5, 1024), lambda x: k.residual_add(x, residual, scale=0.3, norm_weight=weight, norm_eps=1e-5)
+
+
 def embedding_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
     weight = cuda(100, 512)
     return lambda: torch.randint(100, (7,), device="cuda"), lambda ids: k.embedding(ids, weight)
@@ -85,6 +90,7 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Tensor], Call
     yield "attention-short", lambda: attention_case(60)
     yield "attention-shares", lambda: attention_case(3000)
     yield "rms-norm", rms_norm_case
+    yield "residual-add", residual_add_case
     yield "swiglu", lambda: (lambda: cuda(5, 1024), k.swiglu)
     yield "greedy", lambda: (lambda: cuda(3, 50000), k.greedy)
     yield "embedding", embedding_case
