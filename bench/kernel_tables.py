@@ -30,6 +30,7 @@ y = linear(x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=True)
 | `rotary_rows` | `kernels/rotary_rows.py` | rows of both rotary tables by position |
 | `slot_mapping` | `kernels/slot_mapping.py` | where new keys and values go |
 | `rms_norm`, `add_rms_norm` | `kernels/rms_norm.py` | norm of rows or heads, after a residual add if wanted |
+| `residual_add` | `kernels/residual_add.py` | what a layer adds, normed or scaled, for the families that do that |
 | `linear` | `kernels/linear.py` | norm, projection, bias, SwiGLU, residual; plans in `kernels/_linear_plan.py` |
 | `rotary_kv_write` | `kernels/rotary_kv_write.py` | q/k norm, rotation, keys and values into the paged cache |
 | `rotary_attention_decode` | `kernels/attention_decode.py` | the same and attention; a second launch merges shares |
