@@ -17,6 +17,9 @@ from .names import EMBEDDING, HEAD, Rows, match_names
 # Rows of a tied head compared at a time: the cast of more would be another large copy.
 COMPARE_ROWS = 4096
 
+MAX_POSITIONS = 2**23
+"""Twice the longest context that is published, about; tables of more are made only if a context is asked for."""
+
 
 @dataclass(frozen=True)
 class LoadReport:
@@ -58,7 +61,8 @@ def load_model(
 
     Raises:
         NameMismatchError: stored names or shapes are not those of the config; nothing has been read by then.
-        CheckpointError: the config ties the head to the embedding and a different head is stored.
+        CheckpointError: the config ties the head to the embedding and a different head is stored; or it names more
+            than MAX_POSITIONS positions and no `context` is given.
         ValueError: a dtype that no model runs in.
     """
     dtype = checkpoint.default_dtype if dtype is None else dtype
@@ -67,6 +71,7 @@ def load_model(
     started = time.perf_counter()
     stored = checkpoint.tensor_info()
     places = match_names(checkpoint.config, stored, checkpoint.path)
+    _check_positions(checkpoint, context)
     model = Decoder(checkpoint.config, dtype=dtype, device=device, context=context)
     parameters = dict(model.named_parameters())
     _check_cover(places, {name: tuple(parameter.shape) for name, parameter in parameters.items()})
@@ -96,6 +101,15 @@ def load_model(
     nbytes = sum(parameter.nbytes for parameter in parameters.values())
     seconds = time.perf_counter() - started
     return model, LoadReport(seconds, nbytes, len(stored), dtype, model.embed_weight.device)
+
+
+def _check_positions(checkpoint: Checkpoint, context: int | None) -> None:
+    """The rotary tables grow with what the config says of the context: a number, not bytes that are there."""
+    if context is None and checkpoint.config.max_position > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{checkpoint.path}: max_position_embeddings {checkpoint.config.max_position} is above {MAX_POSITIONS}; "
+            "say how long sequences will be (max_model_len)"
+        )
 
 
 def _check_cover(places: dict[str, Rows], shapes: dict[str, tuple[int, ...]]) -> None:

@@ -134,9 +134,9 @@ def _read_files(folder: Path, names: Set[str]) -> dict[Path, dict[str, TensorInf
         raise CheckpointError(f"{folder}: holds several safetensors files but no {INDEX_FILE}: {listed}")
     stray = sorted(files - (shards or files))
     if stray:
-        wanted = INDEX_FILE if weight_map else SINGLE_FILE
+        wanted = f"the files that {INDEX_FILE} names" if weight_map else SINGLE_FILE
         raise CheckpointError(
-            f"{folder}: holds {shorten(stray)} beside what {wanted} stands for; two sets of weights, or a leftover: "
+            f"{folder}: holds {shorten(stray)} beside {wanted}; two sets of weights, or a leftover: "
             "take away what does not belong to the model"
         )
     headers = {file: _read_tensors(folder / file) for file in sorted(files)}

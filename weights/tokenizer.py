@@ -13,6 +13,9 @@ from .files import CheckpointError, shorten
 
 logger = logging.getLogger(__name__)
 
+LEAST_COVER = 0.9
+"""Share of a model's ids that its tokenizer has at least; padding is a few per cent."""
+
 
 class Tokenizer:
     """Wraps a tokenizer of the `tokenizers` library.
@@ -75,15 +78,19 @@ class Tokenizer:
     def check_vocabulary(self, vocab_size: int, source: Path) -> None:
         """Compare with the vocabulary of the model, which has an embedding for each of the ids 0 ... vocab_size - 1.
 
-        A model may have more ids: they are padding. Added tokens beyond the model's ids are told of and left alone, as
-        long as no text needs them: fine-tuning tools add a padding token so.
+        A model may have more ids: they are padding. Where they are many more, a warning says so. Added tokens beyond
+        the model's ids are warned of and left alone, as long as no text needs them: fine-tuning tools add a padding
+        token so.
 
         Raises:
             CheckpointError: an ordinary token, BOS, EOS or what is put around a text has no embedding. The message
                 begins with `source`.
         """
         around = max(self._added_ids, default=-1)
+        sizes = f"{source}: the tokenizer has {self.vocab_size} tokens and the model's vocab_size is {vocab_size}"
         if max(self.vocab_size, around + 1) <= vocab_size:
+            if self.vocab_size < LEAST_COVER * vocab_size:
+                logger.warning(f"{sizes}: is it the tokenizer of this model?")
             return
         ordinary = max(self._backend.get_vocab(with_added_tokens=False).values(), default=-1)
         named = {"bos_token": self.bos_token_id, "eos_token": max(self.eos_token_ids, default=None)}
@@ -95,15 +102,11 @@ class Tokenizer:
         for what, index in needed.items():
             if index >= vocab_size:
                 raise CheckpointError(
-                    f"{source}: the tokenizer has {self.vocab_size} tokens and the model's vocab_size is {vocab_size}: "
-                    f"{what} {self.id_to_token(index)!r} has the id {index}, for which there is no embedding"
+                    f"{sizes}: {what} {self.id_to_token(index)!r} has the id {index}, for which there is no embedding"
                 )
         added = sorted(self._backend.get_added_tokens_decoder().items())
         beyond = [repr(token.content) for index, token in added if index >= vocab_size]
-        logger.warning(
-            f"{source}: the tokenizer has {self.vocab_size} tokens and the model's vocab_size is {vocab_size}; "
-            f"prompts with one of these are refused: {shorten(beyond)}"
-        )
+        logger.warning(f"{sizes}; prompts with one of these are refused: {shorten(beyond)}")
 
     @property
     def kind(self) -> str:

@@ -292,15 +292,18 @@ def eos_token_ids(
 ) -> frozenset[int]:
     """Ids that end an output: the union of what the config, the generation config and the tokenizer name.
 
-    Those that the model cannot generate, since its vocabulary is smaller, are left out. `path` is the checkpoint's, for
-    errors.
+    Those that the model cannot generate, since its vocabulary is smaller, are left out, with a warning. `path` is the
+    checkpoint's, for messages.
     """
     named = generation_config.get("eos_token_id")
     from_generation = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(token_id) is int and token_id >= 0 for token_id in from_generation):
         raise CheckpointError(f"{path / FILE}: eos_token_id {named!r} is not a token id or a list of them")
     named_ids = [*from_generation, *config.eos_token_ids, *(tokenizer.eos_token_ids if tokenizer else ())]
-    return frozenset(token_id for token_id in named_ids if token_id < config.vocab_size)
+    beyond = sorted({token_id for token_id in named_ids if token_id >= config.vocab_size})
+    if beyond:
+        logger.warning(f"{path}: end ids {beyond} are above the model's {config.vocab_size} and can never be generated")
+    return frozenset(named_ids) - frozenset(beyond)
 
 
 def named_shape(name: str | Path | None) -> ModelConfig:

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ostinato import LLM
+from ostinato import LLM, EngineConfig
 from ostinato.model import UnsupportedModelError
 from ostinato.weights import CheckpointError, ResolveError, open_checkpoint
 from ostinato.weights.gguf_file import GGUFFile
@@ -244,11 +244,11 @@ KINDS: dict[str, dict[str, tuple[Spoil, str]]] = {
     "duplicated or stray weight files": {
         "single and shards": (
             both(copy(WEIGHTS, "keep"), sharded, rename("keep", WEIGHTS)),
-            f"{WEIGHTS} beside what {INDEX}",
+            f"{WEIGHTS} beside the files that {INDEX} names",
         ),
         "two singles": (
             copy(WEIGHTS, "other.safetensors"),
-            f"holds other.safetensors beside what {WEIGHTS} stands for",
+            f"holds other.safetensors beside {WEIGHTS};",
         ),
         "shards without index": (
             both(sharded, remove(INDEX)),
@@ -256,7 +256,7 @@ KINDS: dict[str, dict[str, tuple[Spoil, str]]] = {
         ),
         "a shard of another split": (
             both(sharded, copy(FIRST, "model-00003-of-00003.safetensors")),
-            f"holds model-00003-of-00003.safetensors beside what {INDEX} stands for",
+            f"holds model-00003-of-00003.safetensors beside the files that {INDEX} names",
         ),
         "adapter": (write("adapter_config.json", "{}"), r"adapter_config\.json says that an adapter"),
         "only pickles": (rename(WEIGHTS, "pytorch_model.bin"), r"only as pickled files.*pytorch_model\.bin"),
@@ -300,16 +300,17 @@ KINDS: dict[str, dict[str, tuple[Spoil, str]]] = {
             header(lambda h: h[Q].update(shape=[2**40, 2**40])),
             f"tensor {Q}: .* takes {2**82} bytes",
         ),
+        "a context of millions": (config(max_position_embeddings=10**9), rf"{10**9} is above \d+; .*max_model_len"),
         "context": (config(max_position_embeddings=2**31), f"max_position_embeddings = {2**31} is not"),
     },
     "other files": {
-        "tokenizer is no json": (
-            write("tokenizer.json", "hello"),
-            r"tokenizer\.json: is not a tokenizer that can be read",
-        ),
         "tokenizer of another kind": (
             rename("tokenizer.json", "tokenizer.model"),
             "has tokenizer.model.* no tokenizer.json",
+        ),
+        "tokenizer is no json": (
+            write("tokenizer.json", "hello"),
+            r"tokenizer\.json: is not a tokenizer that can be read",
         ),
         "merges of unknown tokens": (
             tokenizer(lambda t: t["model"].update(merges=[["zz", "y"]])),
@@ -375,13 +376,39 @@ def test_malformed_checkpoint(spoil: Spoil, facts: str, sound: Path, cli: Callab
     result = cli("generate", "-m", sound, "Hello")
     assert (result.code, result.out) == (2, "")
     assert result.err == f"Error: {' '.join(message.split())}\n"
-    if any(sound.glob("*.safetensors*")):  # without weights it takes them for not downloaded yet
+    if any(sound.glob("*.safetensors*")) and "max_model_len" not in message:  # else there is nothing to be said
         assert cli("inspect", sound).err == result.err
+
+
+def test_a_context_of_millions_can_be_had_in_part(sound: Path) -> None:
+    config(max_position_embeddings=10**9)(sound)
+    llm = LLM(sound, device="cpu", config=EngineConfig(max_model_len=64))
+    assert llm.max_model_len == 64
+
+
+def test_what_is_odd_but_loads_is_told(sound: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """End ids that cannot be generated, and a vocabulary with far more ids than the tokenizer has."""
+    both(vocabulary(2 * VOCAB), config(vocab_size=2 * VOCAB, eos_token_id=[1, 500]))(sound)
+    assert LLM(sound, device="cpu").eos_token_ids == {1}
+    told = [record.getMessage() for record in caplog.records if record.name.startswith("ostinato")]
+    assert f"{sound}: end ids [500] are above the model's {2 * VOCAB} and can never be generated" in told
+    assert f"{sound}: the tokenizer has {VOCAB} tokens and the model's vocab_size is {2 * VOCAB}: is it" in " ".join(
+        told
+    )
 
 
 def test_at_least_ten_kinds_of_at_least_three() -> None:
     assert len(KINDS) >= 10
     assert all(len(cases) >= 3 for cases in KINDS.values())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_document_shows_what_is_seen(kind: str, sound: Path) -> None:
+    """docs/loading.md has the first case of every kind, in the words that a user sees."""
+    spoil, _ = next(iter(KINDS[kind].values()))
+    spoil(sound)
+    document = (Path(__file__).parents[2] / "docs" / "loading.md").read_text(encoding="utf-8")
+    assert f"Error: {' '.join(complaint(sound).split())}".replace(str(sound), "model") in document
 
 
 UNREADABLE = ("config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json", "generation_config.json")

@@ -377,9 +377,11 @@ def test_the_old_file_of_a_processor_is_the_last_resort(folders: dict[str, Path]
 def test_vocabulary_of_the_model(folders: dict[str, Path], name: str, caplog: pytest.LogCaptureFixture) -> None:
     """A model may have ids that the tokenizer has not: padding. The other way round there is no embedding."""
     tokenizer = load(folders[name])
-    for vocab_size in (tokenizer.vocab_size, tokenizer.vocab_size + 100):
+    for vocab_size in (tokenizer.vocab_size, tokenizer.vocab_size + 20):
         tokenizer.check_vocabulary(vocab_size, Path("m"))
     assert not caplog.records
+    tokenizer.check_vocabulary(tokenizer.vocab_size + 100, Path("m"))
+    assert "is it the tokenizer of this model?" in caplog.text
     ordinary = tokenizer._backend.get_vocab_size(with_added_tokens=False)
     sizes = rf"m: the tokenizer has {tokenizer.vocab_size} tokens and the model's vocab_size is"
     with pytest.raises(CheckpointError, match=rf"{sizes} {ordinary - 1}: its highest token .* the id {ordinary - 1}"):
