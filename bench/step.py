@@ -72,15 +72,15 @@ def attention(name: str) -> Iterator[None]:
         yield
 
 
-def main(path: str, seconds: float, commit_id: str, names: list[str]) -> None:
-    with aot.recording() as launches:
-        for name in names:
-            model, batch = name.split(":")[:2]
-            with attention(name):
-                Step(SHAPES[model], int(batch), "meta").run()
-    unique = list({launch.key: launch for launch in launches}.values())
-    aot.compile_everywhere(unique, (90,), 15)
-    recorder = harness.Recorder(Path(path), seconds, commit_id)
+def launch_all(names: list[str]) -> None:
+    """Everything that `measure` launches, on tensors without data."""
+    for name in names:
+        model, batch = name.split(":")[:2]
+        with attention(name):
+            Step(SHAPES[model], int(batch), "meta").run()
+
+
+def measure(names: list[str], recorder: harness.Recorder) -> None:
     decoder = None
     for name in recorder.cells(names):
         model, batch = name.split(":")[:2]
@@ -104,6 +104,14 @@ def main(path: str, seconds: float, commit_id: str, names: list[str]) -> None:
         print(f"{name:20s} graph {timing.median:8.1f} us, share {share:.3f}, eager {eager:8.1f} us", flush=True)
         del step, graph
         torch.cuda.empty_cache()
+
+
+def main(path: str, seconds: float, commit_id: str, names: list[str]) -> None:
+    with aot.recording() as launches:
+        launch_all(names)
+    unique = list({launch.key: launch for launch in launches}.values())
+    aot.compile_everywhere(unique, (90,), 15)
+    measure(names, harness.Recorder(Path(path), seconds, commit_id))
 
 
 if __name__ == "__main__":

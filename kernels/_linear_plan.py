@@ -40,11 +40,18 @@ _ONE_TOKEN_H200 = {
     (16384, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
     (2048, 8192): LinearPlan("gemv", 1, 2048, 4, programs_per_sm=4),
     (128256, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
-    (6144, 4096): LinearPlan("gemv", 4, 4096, 8, programs_per_sm=2),
+    (6144, 4096): LinearPlan("gemv", 2, 2048, 4, programs_per_sm=4),
     (4096, 4096): LinearPlan("gemv", 2, 1024, 4, programs_per_sm=4),
-    (28672, 4096): LinearPlan("gemv", 4, 4096, 8, early=1),
-    (4096, 14336): LinearPlan("gemv", 1, 2048, 8, early=7),
+    (28672, 4096): LinearPlan("gemv", 2, 1024, 4, early=1),
+    (4096, 14336): LinearPlan("gemv", 1, 2048, 8, programs_per_sm=2),
     (128256, 4096): LinearPlan("gemv", 2, 2048, 8, early=2),
+}
+_2_TOKENS_H200 = {
+    (6144, 4096): LinearPlan("gemv", 4, 1024, 4, early=2),
+    (4096, 4096): LinearPlan("gemv", 2, 1024, 4, early=2),
+    (28672, 4096): LinearPlan("gemv", 2, 1024, 4, early=2),
+    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
+    (128256, 4096): LinearPlan("gemv", 4, 1024, 4, early=2),
 }
 _16_TOKENS_H200 = {
     (3072, 2048): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=4),
@@ -58,8 +65,9 @@ _16_TOKENS_H200 = {
     (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
 }
+_8_TOKENS_H200 = {**_16_TOKENS_H200, (6144, 4096): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=2)}
 _32_TOKENS_H200 = {
-    (3072, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6, split_k=2),
+    (3072, 2048): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=4),
     (2048, 2048): LinearPlan("tensor", 64, 64, 4, num_stages=6, split_k=4),
     (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
@@ -71,9 +79,15 @@ _32_TOKENS_H200 = {
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=3),
 }
 TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
-    "NVIDIA H200": {1: _ONE_TOKEN_H200, 16: _16_TOKENS_H200, 32: _32_TOKENS_H200},
+    "NVIDIA H200": {
+        1: _ONE_TOKEN_H200,
+        2: _2_TOKENS_H200,
+        8: _8_TOKENS_H200,
+        16: _16_TOKENS_H200,
+        32: _32_TOKENS_H200,
+    },
 }
-"""Measured plans by device, by token tile (1, 16 or 32), by shape of the weight."""
+"""Measured plans by device, by the most tokens that they are for, by shape of the weight."""
 
 
 def linear_plan(
@@ -85,18 +99,19 @@ def linear_plan(
         element_size: bytes of an element; the tables are for 2.
         device_name, shared_memory: of the device; bytes that one program can have.
     """
-    tile = 1 if num_tokens == 1 else 16 if 4 < num_tokens <= 16 else 32 if 16 < num_tokens <= 32 else 0
-    measured = TABLES.get(device_name, {}).get(tile, {}) if element_size == 2 else {}
-    if (rows, columns) in measured:
-        return measured[rows, columns]
-    if num_tokens <= 4:
-        return _gemv_by_rule(num_tokens, columns, 2 if swiglu else 1)
+    tables = TABLES.get(device_name, {}) if element_size == 2 else {}
+    most = min((tokens for tokens in tables if tokens >= num_tokens), default=0)
+    if most and (rows, columns) in tables[most]:
+        return tables[most][rows, columns]
+    # In full float32 the tensor cores do not help.
+    if num_tokens <= (2 if element_size == 2 else 4):
+        return gemv_by_rule(num_tokens, columns, 2 if swiglu else 1)
     if num_tokens <= 64:
         return _tensor_by_rule(num_tokens, rows, columns, 2 if swiglu else 1, element_size, shared_memory)
     return LinearPlan("blas")
 
 
-def _gemv_by_rule(num_tokens: int, columns: int, parts: int) -> LinearPlan:
+def gemv_by_rule(num_tokens: int, columns: int, parts: int) -> LinearPlan:
     """Tiles of about 16 KB, in chunks that fill whole vector loads, two of them asked for early."""
     block_k = next((size for size in (2048, 1024, 512) if columns % size == 0), 256)
     block_n = 1
