@@ -4,7 +4,8 @@
 
 Times are of graphs over the weights of all layers, so nothing is served from the L2. `bare` is a projection without its
 norm, which is what cuBLAS computes too; the rest includes norm, activation and residual. Every figure is of the plan
-that `linear` takes by itself; other plans are for `sweep_gemv.py`, `sweep_chain.py` and `sweep_tensor.py`.
+that `linear` takes by itself, but at the crossovers, where each road is timed; other plans are for `sweep_gemv.py`
+and `sweep_tensor.py`.
 """
 
 import sys

@@ -9,7 +9,7 @@ class LinearPlan:
     """One way to run a projection.
 
     Attributes:
-        road: `gemv` (dot-free, up to 4 tokens), `tensor` (tensor cores, up to 64), `blas` (torch, with the neighbours
+        road: `gemv` (dot-free, 1 token or a few), `tensor` (tensor cores, up to 64), `blas` (torch, with the neighbours
             as kernels of their own).
         block_n: output features of a program.
         block_k: input features of a chunk.
@@ -33,20 +33,25 @@ class LinearPlan:
 
 
 # Rows and columns of the weights of Llama-3.2-1B and Llama-3.1-8B: qkv, o, gate_up, down, head. Each plan is the best
-# of its projection within a decode chain (one token) or alone (more), by bench/sweep_gemv.py and bench/linear.py.
+# of its projection within a decode chain (one token) or alone (more), by bench/sweep_gemv.py and bench/sweep_tensor.py.
 _ONE_TOKEN_H200 = {
-    (3072, 2048): LinearPlan("gemv", 4, 1024, 2, early=2),
+    (3072, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
     (2048, 2048): LinearPlan("gemv", 8, 1024, 4, early=2),
     (16384, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
     (2048, 8192): LinearPlan("gemv", 1, 2048, 4, programs_per_sm=4),
     (128256, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
     (6144, 4096): LinearPlan("gemv", 2, 2048, 4, programs_per_sm=4),
     (4096, 4096): LinearPlan("gemv", 2, 1024, 4, programs_per_sm=4),
-    (28672, 4096): LinearPlan("gemv", 2, 1024, 4, early=1),
-    (4096, 14336): LinearPlan("gemv", 1, 2048, 8, programs_per_sm=2),
+    (28672, 4096): LinearPlan("gemv", 2, 2048, 4, early=1),
+    (4096, 14336): LinearPlan("gemv", 1, 2048, 8, programs_per_sm=4),
     (128256, 4096): LinearPlan("gemv", 2, 2048, 8, early=2),
 }
 _2_TOKENS_H200 = {
+    (3072, 2048): LinearPlan("gemv", 4, 2048, 8, early=2),
+    (2048, 2048): LinearPlan("gemv", 4, 2048, 8, early=2),
+    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+    (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
+    (128256, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (6144, 4096): LinearPlan("gemv", 4, 1024, 4, early=2),
     (4096, 4096): LinearPlan("gemv", 2, 1024, 4, early=2),
     (28672, 4096): LinearPlan("gemv", 2, 1024, 4, early=2),
@@ -67,7 +72,7 @@ _16_TOKENS_H200 = {
 }
 _8_TOKENS_H200 = {**_16_TOKENS_H200, (6144, 4096): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=2)}
 _32_TOKENS_H200 = {
-    (3072, 2048): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=4),
+    (3072, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6, split_k=2),
     (2048, 2048): LinearPlan("tensor", 64, 64, 4, num_stages=6, split_k=4),
     (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
@@ -78,6 +83,10 @@ _32_TOKENS_H200 = {
     (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=2),
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=3),
 }
+# Where cuBLAS is faster; the others go by the rule.
+_64_TOKENS_H200 = dict.fromkeys(
+    ((3072, 2048), (16384, 2048), (128256, 2048), (6144, 4096), (4096, 4096), (128256, 4096)), LinearPlan("blas")
+)
 TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
     "NVIDIA H200": {
         1: _ONE_TOKEN_H200,
@@ -85,6 +94,7 @@ TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
         8: _8_TOKENS_H200,
         16: _16_TOKENS_H200,
         32: _32_TOKENS_H200,
+        64: _64_TOKENS_H200,
     },
 }
 """Measured plans by device, by the most tokens that they are for, by shape of the weight."""
@@ -104,7 +114,7 @@ def linear_plan(
     if most and (rows, columns) in tables[most]:
         return tables[most][rows, columns]
     # In full float32 the tensor cores do not help.
-    if num_tokens <= (2 if element_size == 2 else 4):
+    if num_tokens <= (1 if element_size == 2 else 4):
         return gemv_by_rule(num_tokens, columns, 2 if swiglu else 1)
     if num_tokens <= 64:
         return _tensor_by_rule(num_tokens, rows, columns, 2 if swiglu else 1, element_size, shared_memory)
