@@ -53,6 +53,28 @@ def test_absent_keys_mean_what_transformers_class_assumes(family: Family, absent
     assert ModelConfig.from_hf(sizes | {"model_type": family.name}) == written
 
 
+# Vocabulary, hidden size, MLP, layers, heads, KV heads and other keys of well-known models, and their published size.
+PUBLISHED: dict[str, tuple[str, tuple[int, ...], dict[str, Any], int]] = {
+    "Mistral-7B": ("mistral", (32000, 4096, 14336, 32, 32, 8), {}, 7_241_732_096),
+    "Mistral-Nemo": ("mistral", (131072, 5120, 14336, 40, 32, 8), {"head_dim": 128}, 12_247_782_400),
+    "Qwen2.5-0.5B": ("qwen2", (151936, 896, 4864, 24, 14, 2), {"tie_word_embeddings": True}, 494_032_768),
+    "Qwen2.5-7B": ("qwen2", (152064, 3584, 18944, 28, 28, 4), {}, 7_615_616_512),
+    "Qwen3-0.6B": ("qwen3", (151936, 1024, 3072, 28, 16, 8), {"tie_word_embeddings": True}, 596_049_920),
+    "Phi-3-mini": ("phi3", (32064, 3072, 8192, 32, 32, 32), {}, 3_821_079_552),
+    "Phi-4": ("phi3", (100352, 5120, 17920, 40, 40, 10), {}, 14_659_507_200),
+    "Phi-4-mini": ("phi3", (200064, 3072, 8192, 32, 24, 8), {"tie_word_embeddings": True}, 3_836_021_760),
+    "SmolLM3-3B": ("smollm3", (128256, 2048, 11008, 36, 16, 4), {}, 3_075_098_624),
+    "Granite-3.1-2B": ("granite", (49155, 2048, 8192, 40, 32, 8), {"tie_word_embeddings": True}, 2_533_531_648),
+    "OLMo-2-7B": ("olmo2", (100352, 4096, 11008, 32, 32, 32), {}, 7_298_617_344),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_well_known_models_have_their_published_size(name: str) -> None:
+    family, sizes, keys, num_parameters = PUBLISHED[name]
+    assert translate(family, **dict(zip(SIZES, sizes, strict=True)), **keys).num_parameters == num_parameters
+
+
 @EVERY_FAMILY
 def test_parameters_are_counted(family: Family) -> None:
     config = translate(family.name, **({"attention_bias": True} if "attention_bias" in family.keys else {}))

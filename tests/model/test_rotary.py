@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,21 @@ KINDS = [
     RotaryConfig("default", 500000.0, 80),
     RotaryConfig("linear", 10000.0, 96, factor=4.0),
     RotaryConfig("llama3", 500000.0, 64, 32.0, 1.0, 4.0, 8192),
+    RotaryConfig("dynamic", 10000.0, 64, factor=4.0),
+    RotaryConfig("yarn", 1e6, 128, 4.0, original_max_position=32768, attention_factor=0.1 * math.log(4.0) + 1.0),
+    RotaryConfig("yarn", 10000.0, 48, 16.0, original_max_position=512, beta_fast=16.0, beta_slow=2.0, truncate=False),
+    RotaryConfig(
+        "longrope",
+        10000.0,
+        8,
+        original_max_position=4096,
+        attention_factor=1.19,
+        short_factors=(1.0, 1.1, 1.2, 1.3),
+        long_factors=(1.0, 2.5, 20.0, 60.0),
+    ),
 ]
-KIND_IDS = ["default", "theta 5e5", "linear", "llama3"]
+KIND_IDS = ["default", "theta 5e5", "linear", "llama3", "dynamic", "yarn", "yarn, bounds not rounded", "longrope"]
+CONTEXT = 16000
 
 
 def exact_frequency(rotary: RotaryConfig, pair: int) -> float:
@@ -23,8 +37,20 @@ def exact_frequency(rotary: RotaryConfig, pair: int) -> float:
     frequency = math.exp(-math.log(rotary.theta) * 2 * pair / rotary.rotary_dim)
     if rotary.kind == "linear":
         return frequency / rotary.factor
-    if rotary.kind == "default":
+    if rotary.kind in ("default", "dynamic"):
         return frequency
+    if rotary.kind == "longrope":
+        return frequency / rotary.long_factors[pair]
+    if rotary.kind == "yarn":
+        # YaRN, arXiv 2309.00071: where a pair lies between those that turn beta_fast and beta_slow times.
+        fast, slow = (
+            rotary.rotary_dim * math.log(rotary.original_max_position / (turns * 2 * math.pi), rotary.theta) / 2
+            for turns in (rotary.beta_fast, rotary.beta_slow)
+        )
+        if rotary.truncate:
+            fast, slow = math.floor(fast), math.ceil(slow)
+        ramp = min(1.0, max(0.0, (pair - fast) / (slow - fast)))
+        return ramp * frequency / rotary.factor + (1 - ramp) * frequency
     wavelength = 2 * math.pi / frequency
     if wavelength < rotary.original_max_position / rotary.high_freq_factor:
         return frequency
@@ -37,7 +63,7 @@ def exact_frequency(rotary: RotaryConfig, pair: int) -> float:
 
 @pytest.mark.parametrize("rotary", KINDS, ids=KIND_IDS)
 def test_frequencies_equal_the_formula(rotary: RotaryConfig) -> None:
-    frequencies = inverse_frequencies(rotary)
+    frequencies = inverse_frequencies(rotary, CONTEXT)
     assert frequencies.dtype == torch.float64
     exact = [exact_frequency(rotary, pair) for pair in range(rotary.rotary_dim // 2)]
     torch.testing.assert_close(frequencies, torch.tensor(exact, dtype=torch.float64), rtol=1e-13, atol=0.0)
@@ -81,7 +107,7 @@ def test_linear_divides_every_frequency() -> None:
 @pytest.mark.parametrize("rotary", KINDS, ids=KIND_IDS)
 def test_tables_are_exact_to_their_last_bit_and_tell_neighbours_apart(rotary: RotaryConfig) -> None:
     """B58: at the positions where a bf16 or float32 angle would be off, and between all neighbours."""
-    num_positions = 16000
+    num_positions = CONTEXT
     cos, sin = rotary_tables(rotary, num_positions, "cpu")
     for table in (cos, sin):
         assert table.shape == (num_positions, rotary.rotary_dim // 2)
@@ -91,8 +117,38 @@ def test_tables_are_exact_to_their_last_bit_and_tell_neighbours_apart(rotary: Ro
     for position in (0, 1, 257, 4097, 8191, 15962):
         for pair in range(rotary.rotary_dim // 2):
             angle = position * exact_frequency(rotary, pair)
-            assert abs(cos[position, pair].item() - math.cos(angle)) < 1e-7
-            assert abs(sin[position, pair].item() - math.sin(angle)) < 1e-7
+            assert abs(cos[position, pair].item() / rotary.attention_factor - math.cos(angle)) < 1e-7
+            assert abs(sin[position, pair].item() / rotary.attention_factor - math.sin(angle)) < 1e-7
+
+
+def test_yarn_multiplies_both_tables() -> None:
+    """B06: factor 4, no explicit attention factor."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4000}
+    cos, sin = make(rope_scaling=scaling).cos, make(rope_scaling=scaling).sin
+    torch.testing.assert_close((cos.square() + sin.square()).sqrt(), torch.full_like(cos, 1.138629), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("context", "factors"), [(4096, "short_factors"), (4097, "long_factors"), (1, "short_factors")]
+)
+def test_the_context_chooses_the_factors_of_longrope(context: int, factors: str) -> None:
+    rotary = KINDS[-1]
+    expected = inverse_frequencies(RotaryConfig("default", 10000.0, 8)) / torch.tensor(getattr(rotary, factors))
+    torch.testing.assert_close(inverse_frequencies(rotary, context), expected.double(), rtol=1e-7, atol=0.0)
+
+
+def test_yarn_whose_bounds_meet() -> None:
+    """The pairs on either side are kept or divided; nothing is NaN."""
+    rotary = RotaryConfig("yarn", 10000.0, 16, 4.0, original_max_position=64, beta_fast=4.0, beta_slow=4.0)
+    rotary = replace(rotary, truncate=False)
+    ratios = inverse_frequencies(rotary) / inverse_frequencies(RotaryConfig("default", 10000.0, 16))
+    assert set(ratios.tolist()) == {1.0, 0.25}
+
+
+def test_a_shorter_context_has_shorter_tables() -> None:
+    config = make().config
+    assert Decoder(config, dtype=torch.float32, device="meta", context=100).cos.shape[0] == 100
+    assert Decoder(config, dtype=torch.float32, device="meta", context=10**9).cos.shape[0] == config.max_position
 
 
 def test_tables_on_another_device_are_the_same_kind() -> None:

@@ -82,6 +82,41 @@ def test_table_tiles_the_decoder(
     assert all(rows.shape[1:] == parameters[rows.parameter].shape[1:] for rows in name_table(config).values())
 
 
+FAMILY_FAULTS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "qwen2 without biases": ("qwen2", "model.layers.1.self_attn.k_proj.bias", {"half_merged": "k_proj.bias"}),
+    "qwen3 without norms": ("qwen3", "model.layers.0.self_attn.q_norm.weight", {"missing": "q_norm.weight"}),
+    "phi3 unfused": ("phi3", "model.layers.0.self_attn.qkv_proj.weight", {"missing": "qkv_proj.weight"}),
+    "olmo2 without norms behind": ("olmo2", "model.layers.1.post_feedforward_layernorm.weight",
+                                   {"missing": "post_feedforward_layernorm.weight"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "dropped", "expected"), FAMILY_FAULTS.values(), ids=FAMILY_FAULTS)
+def test_what_a_family_stores_is_asked_for(
+    family: str, dropped: str, expected: dict[str, str], tiny_config: Make
+) -> None:
+    """B09: biases that no flag announces, norms, fused projections."""
+    config = ModelConfig.from_hf(tiny_config(architectures=None, model_type=family))
+    stored = headers(config)
+    del stored[dropped]
+    with pytest.raises(NameMismatchError) as error:
+        match_names(config, stored, "here")
+    for kind in ("missing", "half_merged", "unexpected", "misshaped"):
+        found = getattr(error.value, kind)
+        assert [name for name in found if name.endswith(expected.get(kind, "-"))] == found
+    assert len(error.value.missing + error.value.half_merged) == 1
+
+
+def test_tensors_of_one_family_are_not_those_of_another(tiny_config: Make) -> None:
+    """B09: every bias, norm or fused tensor that is left over is named."""
+    llama = ModelConfig.from_hf(tiny_config())
+    for family in ("qwen2", "qwen3", "phi3", "olmo2"):
+        other = ModelConfig.from_hf(tiny_config(architectures=None, model_type=family))
+        with pytest.raises(NameMismatchError) as error:
+            match_names(llama, headers(other), "here")
+        assert set(error.value.unexpected) == headers(other).keys() - headers(llama).keys() != set()
+
+
 def test_order_within_fused_parameters(tiny_config: Make) -> None:
     table = name_table(ModelConfig.from_hf(tiny_config(attention_bias=True)))
     assert [table[name] for name in (Q, K, V)] == [
