@@ -56,7 +56,8 @@ def folder_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer | N
             return None
         raise CheckpointError(
             f"{path}: has {', '.join(found)} but no tokenizer.json, the only kind of tokenizer that can be read; "
-            "transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            "transformers writes one: AutoTokenizer.from_pretrained(...).save_pretrained(...). "
+            "For token ids none is needed: skip_tokenizer_init"
         )
     data = read_file(file)
     with library_errors(f"{file}: is not a tokenizer that can be read"):

@@ -110,6 +110,7 @@ def generate(
     model: options.Model = None,
     revision: options.Revision = None,
     load_format: options.Weights = LoadFormat.AUTO,
+    skip_tokenizer_init: options.SkipTokenizer = False,
     device: options.Device = None,
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
@@ -140,7 +141,7 @@ def generate(
     """Go on from a prompt, or answer it. Greedy, unless the checkpoint or an option says otherwise.
 
     The text goes to stdout as it comes, everything else to stderr.
-    A model without tokenizer (dummy weights) has token ids for a prompt: "1 2 3".
+    A model without tokenizer (dummy weights, --skip-tokenizer-init) has token ids for a prompt: "1 2 3".
     """
     if system is not None and not chat:
         raise ValueError(f"--system {system!r} needs --chat")
@@ -175,7 +176,8 @@ def generate(
     checked = SamplingParams(**built_in | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
     config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=min(n, 32))
-    llm = _load(terminal, model, revision, load_format, device, dtype, config, generation_config, checked)
+    loading = (terminal, model, revision, load_format, device, dtype, config, generation_config, checked)
+    llm = _load(*loading, skip_tokenizer_init=skip_tokenizer_init)
     params = llm.sampling_defaults.params(given, built_in)
     completion = Completion(llm, text, params, chat=chat, system=system, fit=max_tokens is None)
     if json:
@@ -307,6 +309,8 @@ def _load(
     config: "EngineConfig",
     generation_config: str,
     params: "SamplingParams",
+    *,
+    skip_tokenizer_init: bool = False,
 ) -> "LLM":
     """Load a model with a bar and a line about it, unless it has not the token ids of `params`."""
     from .llm import LLM, named_shape
@@ -326,6 +330,7 @@ def _load(
             load_format="dummy" if load_format is LoadFormat.DUMMY else "auto",
             config=config,
             generation_config=generation_config,
+            skip_tokenizer_init=skip_tokenizer_init,
             progress=progress,
         )
     terminal.note(load_line(llm, model or "demo") + eager_warning(llm))

@@ -36,6 +36,10 @@ Revision = Annotated[str | None, _model(help="Branch, tag or commit of a hub id.
 Weights = Annotated[
     LoadFormat, _model("--load-format", help="dummy: random weights of a named shape, such as -m llama-3.2-1b.")
 ]
+SkipTokenizer = Annotated[
+    bool,
+    _model("--skip-tokenizer-init", help="Pass over the tokenizer: prompts are token ids, and so is what is printed."),
+]
 Device = Annotated[str | None, _model(help="cpu, cuda or cuda:N. Default: CUDA where there is one, else the CPU.")]
 DType = Annotated[
     str, _model(help="Of weights and KV cache: float32, float16, bfloat16, or auto, what the checkpoint says.")

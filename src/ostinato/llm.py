@@ -42,6 +42,7 @@ class LLM:
         generation_config: where sampling parameters come from that a request leaves open: "auto", the checkpoint's
             generation_config.json; "builtin" (or, as in vLLM, "vllm"), the defaults of SamplingParams; or another
             folder or file. Ids that end an output are the checkpoint's in any case.
+        skip_tokenizer_init: do as if the model had no tokenizer: its files are not looked at.
         seed: of the dummy weights.
         progress: called with (bytes read, bytes in all) while a checkpoint loads.
         capture_progress: called with (buckets done, buckets in all) while graphs are captured; None: they are logged.
@@ -69,6 +70,7 @@ class LLM:
         load_format: Literal["auto", "dummy"] = "auto",
         config: EngineConfig | None = None,
         generation_config: str | Path = "auto",
+        skip_tokenizer_init: bool = False,
         seed: int = 0,
         progress: Callable[[int, int], None] | None = None,
         capture_progress: Callable[[int, int], None] | None = None,
@@ -90,7 +92,7 @@ class LLM:
             if isinstance(model, ModelConfig):
                 raise ValueError('a ModelConfig has no weights: pass load_format="dummy" for random ones')
             checkpoint = open_checkpoint(resolve(model, revision=revision))
-            self.tokenizer = checkpoint.load_tokenizer()
+            self.tokenizer = None if skip_tokenizer_init else checkpoint.load_tokenizer()
             stored, context = checkpoint.generation_config, config.max_model_len
             self.sampling_defaults = SamplingDefaults.chosen(generation_config, stored, checkpoint.path)
             self.eos_token_ids = eos_token_ids(checkpoint.config, stored, self.tokenizer, checkpoint.path)

@@ -386,6 +386,21 @@ def test_a_context_of_millions_can_be_had_in_part(sound: Path) -> None:
     assert llm.max_model_len == 64
 
 
+def test_token_ids_need_no_tokenizer(sound: Path, cli: Callable[..., Any]) -> None:
+    """Neither a sound one nor a broken one."""
+    write("tokenizer.json", "broken")(sound)
+    assert "tokenizer.json: is not a tokenizer" in complaint(sound)
+    llm = LLM(sound, device="cpu", skip_tokenizer_init=True)
+    assert llm.tokenizer is None
+    greedy = llm.sampling_params(temperature=0.0, max_tokens=4)
+    first = llm.generate([5, 6, 7], greedy)[0].outputs[0].token_ids
+    shown = cli("generate", "-m", sound, "5 6 7", "--skip-tokenizer-init", "--max-tokens", 4).out
+    assert shown.split() == [str(token_id) for token_id in first]
+    (sound / "tokenizer.json").unlink()
+    (sound / "tokenizer_config.json").unlink()
+    assert LLM(sound, device="cpu").generate([5, 6, 7], greedy)[0].outputs[0].token_ids == first
+
+
 def test_what_is_odd_but_loads_is_told(sound: Path, caplog: pytest.LogCaptureFixture) -> None:
     """End ids that cannot be generated, and a vocabulary with far more ids than the tokenizer has."""
     both(vocabulary(2 * VOCAB), config(vocab_size=2 * VOCAB, eos_token_id=[1, 500]))(sound)
