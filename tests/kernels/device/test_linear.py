@@ -75,13 +75,13 @@ def test_strided_rows(tokens: int, draw: Draw, assert_near: Near) -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 33, 64, 65])
 def test_planned_by_itself(tokens: int, draw: Draw, assert_near: Near) -> None:
-    made = arguments(draw, tokens, 96, 64, "norm swiglu")
+    made = arguments(draw, tokens, 20, 64, "norm swiglu")
     assert_near(linear(**made), linear_ref(**wide(made)))
 
 
 @pytest.mark.parametrize("plan", [GEMV, TENSOR], ids=["gemv", "tensor"])
 def test_a_row_does_not_depend_on_its_neighbours(plan: LinearPlan, draw: Draw) -> None:
-    made = arguments(draw, 4, 40, 320, "norm")
+    made = arguments(draw, 4, 12, 320, "norm")
     first = linear_planned(**made, plan=plan)
     made["x"][1:] = float("inf")
     assert torch.equal(linear_planned(**made, plan=plan)[0], first[0])
@@ -101,7 +101,7 @@ def test_refuses_what_it_does_not_compute(draw: Draw) -> None:
         linear(draw(8, 2).t(), draw(4, 8))
 
 
-@pytest.mark.parametrize(("tokens", "size"), [(1, 7), (3, 1536), (70, 1100)])
+@pytest.mark.parametrize(("tokens", "size"), [(1, 7), (3, 1536), (20, 1100)])
 def test_swiglu(tokens: int, size: int, draw: Draw, assert_near: Near, nan_poison: Callable[..., Tensor]) -> None:
     gate_up = draw(tokens, 2 * size + 3)[:, 2 : 2 * size + 2]
     out = nan_poison(tokens, size, dtype=gate_up.dtype, device=gate_up.device)
