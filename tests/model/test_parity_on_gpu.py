@@ -65,14 +65,19 @@ def assert_near_enough(config: ModelConfig, decoder: Decoder, player: Callable[.
     exact = last_logits(llama(config, decoder, torch.float32), ids.to(device))
     theirs = last_logits(llama(config, decoder, BF16), ids.to(device))
     for batch in BATCHES:
-        playing = player(decoder, batch, PROMPT + STEPS, 16)
-        playing.prefill(ids[:batch, :PROMPT].tolist())
-        steps = [playing.decode(ids[:batch, PROMPT + step].tolist()) for step in range(STEPS)]
-        truth = exact[:batch]
-        distance = (torch.stack(steps, 1).float() - truth).norm() / truth.norm()
-        allowed = 1.5 * (theirs[:batch] - truth).norm() / truth.norm()
-        print(f"{batch} sequences: {distance:.3e} off, allowed {allowed:.3e}")
+        # One sequence alone may come out at twice the distance of another, so that many of them are needed.
+        groups = ids[: max(batch, 24)].split(batch)
+        logits = torch.cat([decoded(player(decoder, batch, PROMPT + STEPS, 16), group) for group in groups])
+        truth, peer = exact[: len(logits)], theirs[: len(logits)]
+        distance, allowed = (logits - truth).norm() / truth.norm(), 1.5 * (peer - truth).norm() / truth.norm()
+        print(f"batches of {batch}: {distance:.3e} off, allowed {allowed:.3e}")
         assert distance <= allowed
+
+
+def decoded(playing: Any, ids: Tensor) -> Tensor:
+    """`[num_seqs, STEPS, vocab_size]` float32: the prompts are prefilled, and each further token is one decode step."""
+    playing.prefill(ids[:, :PROMPT].tolist())
+    return torch.stack([playing.decode(ids[:, PROMPT + step].tolist()) for step in range(STEPS)], 1).float()
 
 
 @pytest.mark.gpu
