@@ -10,6 +10,30 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 TITLES = {"llama-3.2-1b": "Llama-3.2-1B", "llama-3.1-8b": "Llama-3.1-8B"}
+# Cells of bench/sweep_attention.py: the plan that ships (a test compares), and the head size.
+ATTENTION = {
+    "1b-1x1k": ("n64w4s1x16", 64),
+    "1b-4x1k": ("n64w4s1x16", 64),
+    "1b-8x1k": ("n64w4s4x8", 64),
+    "1b-16x1k": ("n64w4s4x4", 64),
+    "1b-32x1k": ("n64w2s4x2", 64),
+    "1b-1x8k": ("n64w4s1x64", 64),
+    "1b-1x32k": ("n64w4s1x64", 64),
+    "1b-32x8k": ("n64w2s4x2", 64),
+    "8b-1x1k": ("n64w8s1x16", 128),
+    "8b-8x1k": ("n32w2s4x8", 128),
+    "8b-32x1k": ("n32w2s4x2", 128),
+    "8b-1x32k": ("n64w8s1x32", 128),
+    "8b-32x8k": ("n32w2s4x2", 128),
+}
+# Whole steps in h200-attention-steps: the plans of both earlier kernels, of this one on its way, and as it ships.
+STEPS = [
+    ("llama-3.2-1b", 1, ("on64w4s8x16", "vn32w1s1x32", "rn64w4s1x16", "n64w4s1x32")),
+    ("llama-3.2-1b", 8, ("on64w4s8x4", "", "tn64w4s4x8", "n64w4s4x8")),
+    ("llama-3.2-1b", 32, ("on128w4s8x1", "", "tn64w2s4x2", "")),
+    ("llama-3.1-8b", 1, ("on64w4s4x16", "vn16w1s1x64", "rn64w8s1x16", "n64w8s1x32")),
+    ("llama-3.1-8b", 8, ("on64w4s8x4", "", "tn32w2s4x8", "n32w2s4x8")),
+]
 MODELS = tuple(TITLES)
 OPS = ("qkv", "o", "gate_up", "down", "head")
 
@@ -52,8 +76,8 @@ Graph replays timed with events, the median of many; every graph runs over the w
 nothing is served from the L2. *Share* is (bytes that must move) / time over the read ceiling, which is measured first
 in the same process by streaming 4 GB; it differs by 2 % between two cards of this kind. The records are in
 `bench/results/`; this page is made from them by `bench/kernel_tables.py`. The figures of projections are one run of the
-plans that ship. Attention was timed with several plans each, the fastest is shown, and the plans were adjusted
-afterwards: a run of what ships may come out lower. The whole steps ran what shipped then.
+plans that ship, and so are those of attention, from a run that timed other plans beside them
+(`bench/sweep_attention.py`). The whole steps ran what shipped then.
 """
 
 
@@ -190,25 +214,48 @@ def tried() -> Iterator[str]:
 def attention() -> Iterator[str]:
     yield "\n## Decode attention with rotation and KV write\n"
     header, cells = runs("h200-attention")
-    yield f"One layer, bf16. {environment(header)}"
-    yield "*Fused* rotates and writes in the attention kernel, *apart* in one of its own; both are with the merge,"
-    yield "where keys are shared out, and with the best plan that was tried.\n"
-    yield "| sequences x keys | query / KV heads | head_dim | fused, µs | apart, µs | GB/s | share |"
+    yield f"One layer with the plan that ships, bf16, 32 query and 8 KV heads. {environment(header)}"
+    yield "*Fused* rotates and writes in the attention kernel, *apart* in one of its own (where it was timed with this"
+    yield "plan); both are with the merge, where keys are shared out. A plan is keys of a tile, warps, stages (with 1"
+    yield "through registers), shares.\n"
+    yield "| sequences x keys | head_dim | plan | fused, µs | apart, µs | GB/s | share |"
     yield "|---|---|---|---|---|---|---|"
-    shapes = {"1b": ("32 / 8", 64), "8b": ("32 / 8", 128)}
-    names = list(dict.fromkeys(key.split("/")[0] for key in cells))
-    for name in names:
-        fused = [cell for key, cell in cells.items() if key.startswith(f"{name}/fused/")]
-        apart = [cell for key, cell in cells.items() if key.startswith(f"{name}/split/")]
-        if apart:
-            best = min(fused, key=lambda cell: cell["median"])
-            model, batch = name.split("-")[:2]
-            heads, size = shapes[model]
-            layers = best["layers"]
-            yield (
-                f"| {batch.replace('x', ' x ')} | {heads} | {size} | {best['median'] / layers:.2f} "
-                f"| {apart[0]['median'] / layers:.2f} | {rate(best)} |"
-            )
+    for name, (plan, head_dim) in ATTENTION.items():
+        fused, apart = cells[f"{name}/{plan}"], cells.get(f"{name}/{plan}/apart")
+        other = f"{apart['median'] / apart['layers']:.2f}" if apart else ""
+        size = name.split("-")[1].replace("x", " x ")
+        yield f"| {size} | {head_dim} | {plan} | {fused['median'] / fused['layers']:.2f} | {other} | {rate(fused)} |"
+    yield from merges()
+    yield from attention_in_steps()
+
+
+def merges() -> Iterator[str]:
+    header, cells = runs("h200-attention-merge")
+    yield "\n### Merging the shares: in a second launch, or by the last program to arrive\n"
+    yield f"An earlier state of the same kernel, one layer, bf16. {environment(header)}"
+    yield "The last arriver (barrier, acquire-release atomic, all partial sums past the L1 in index order) lost with"
+    yield "every plan but one, which is not the best of its cell, and is not built.\n"
+    yield "| sequences x keys | head_dim | plan | second launch, µs | last arriver, µs |\n|---|---|---|---|---|"
+    for key, cell in cells.items():
+        name, plan, kind = key.split("/")
+        if kind == "second-launch":
+            last = cells[f"{name}/{plan}/last-arriver"]
+            head_dim = {"1b": 64, "8b": 128}[name.split("-")[0]]
+            size = name.split("-")[1].replace("x", " x ")
+            times = " | ".join(f"{one['median'] / one['layers']:.2f}" for one in (cell, last))
+            yield f"| {size} | {head_dim} | {plan} | {times} |"
+
+
+def attention_in_steps() -> Iterator[str]:
+    yield "\n### Within a whole step\n"
+    header, cells = runs("h200-attention-steps")
+    yield f"About 1k keys a sequence, one graph, milliseconds. {environment(header)}"
+    yield "*Earlier* are the two kernels that this one replaced, *new* is a state of it from the same run; the last"
+    yield "column, as it ships, is from a run beside a lower ceiling (4.563 TB/s).\n"
+    yield "| model | batch | earlier, tensor cores | earlier, vector | new | as it ships |\n|---|---|---|---|---|---|"
+    for model, batch, plans in STEPS:
+        times = [f"{cells[f'step/{model}/{batch}/{plan}']['median'] / 1e3:.3f}" if plan else "" for plan in plans]
+        yield f"| {TITLES[model]} | {batch} | {' | '.join(times)} |"
 
 
 def steps() -> Iterator[str]:

@@ -2,10 +2,11 @@
 
     python bench/step.py OUT.jsonl SECONDS COMMIT MODEL:BATCH[:ATTENTION][,...]
 
-Weights are random; every sequence has 1024 keys at the start, and grows by one a step. ATTENTION (tensor or vector)
-overrides the plan of attention.
+Weights are random; every sequence has 1024 keys at the start, and grows by one a step. ATTENTION overrides the plan of
+attention: n64w4s1x32 is 64 keys a tile, 4 warps, 1 stage, 32 shares.
 """
 
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import torch
 from traffic import step_bytes
 
 from ostinato.kernels import commit, greedy
-from ostinato.kernels._attention_plan import AttentionPlan, attention_plan, tensor_plan, vector_plan
+from ostinato.kernels._attention_plan import AttentionPlan, attention_plan
 from ostinato.model import SHAPES, AttentionMetadata, Decoder, KVCache, ModelConfig
 
 KEYS, ROOM, KV_BLOCK = 1024, 2048, 16
@@ -59,15 +60,10 @@ class Step:
 
 @contextmanager
 def attention(name: str) -> Iterator[None]:
-    """The plan of attention that the third part of a cell's name asks for."""
-
-    def tensor(seqs: int, kv_heads: int, group: int, *rest: int) -> AttentionPlan:
-        return tensor_plan(seqs, kv_heads, *rest)
-
-    def vector(seqs: int, kv_heads: int, group: int, head_dim: int, size: int, keys: int, *rest: int) -> AttentionPlan:
-        return vector_plan(seqs, kv_heads, head_dim, keys, rest[0])
-
-    plan = {"tensor": tensor, "vector": vector}.get(name.split(":")[-1], attention_plan)
+    """The plan of attention that the third part of a cell's name asks for, else the one that ships."""
+    parts = name.split(":")
+    numbers = re.fullmatch(r"n(\d+)w(\d+)s(\d+)x(\d+)", parts[2]) if len(parts) > 2 else None
+    plan = (lambda *_: AttentionPlan(*map(int, numbers.groups()))) if numbers else attention_plan
     with mock.patch.object(sys.modules["ostinato.kernels.attention_decode"], "attention_plan", plan):
         yield
 

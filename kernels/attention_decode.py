@@ -1,17 +1,16 @@
 """Paged attention with one query token a sequence, alone or with the rotation and the KV write in front of it."""
 
-from typing import Any, no_type_check
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import _triton
-from ._attention_plan import AttentionPlan, attention_plan
-from ._attention_split import attention_merge_kernel, shares
-from ._attention_vector import attention_vector_kernel
-from ._triton import tl, triton
-from .rotary_kv_write import check_rotary, rotary_kv_write_ref, rotated_heads
+from ._attention_kernel import attention_kernel, attention_merge_kernel
+from ._attention_plan import attention_plan
+from ._triton import triton
+from .rotary_kv_write import check_rotary, rotary_kv_write_ref
 
 HEAD_DIMS = range(16, 257)
 """Head sizes that the kernels are built for; others, which no known model has, go to the references."""
@@ -98,117 +97,6 @@ def rotary_attention_decode_ref(
     return attention_decode_ref(q, k_cache, v_cache, block_tables, seq_lens, scale, window=window, out=out)
 
 
-@triton.jit
-@no_type_check
-def _attention_decode_kernel(
-    # pointers
-    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, seq_lens_ptr, out_ptr, partial_ptr, stats_ptr,
-    cos_ptr, sin_ptr, slot_ptr, q_norm_ptr, k_norm_ptr,
-    # strides, in elements
-    q_stride, q_head_stride, k_block_stride, k_head_stride, v_block_stride, v_head_stride, table_stride,
-    out_stride, out_head_stride,
-    # scalars
-    scale, norm_eps,
-    # shapes and switches
-    D: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK: tl.constexpr, ROTARY_DIM: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    MAX_SPLITS: tl.constexpr, MIN_TILES: tl.constexpr, FUSED: tl.constexpr, HAS_NORM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program takes one KV head of one sequence, over all keys or one share of them: flash attention with the
-    queries of the KV head (padded to BLOCK_G) as the rows of one matrix.
-
-    The grid is fixed by the bucket, the split is not: each program works out from the sequence's length how many
-    shares there are, and those too many leave. A lone share writes the result, several leave float32 sums.
-    With FUSED every program rotates its queries and the new key, which costs nothing; the program of the last share
-    writes the key and the value to the cache and starts its softmax from them, so that nothing which is written is
-    read back within the launch.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    split = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    num_kv_heads = tl.num_programs(1)
-    seq = tl.program_id(2).to(tl.int64)
-    seq_len = tl.load(seq_lens_ptr + seq)
-
-    # All that does not depend on the length is asked for before the length is looked at.
-    g = tl.arange(0, BLOCK_G)
-    d = tl.arange(0, BLOCK_D)
-    head = kv_head * GROUP + g
-    heads_inside = (g < GROUP)[:, None] & (d < D)[None, :]
-    if FUSED:
-        token_ptr = q_ptr + seq * q_stride
-        keys_ptr = token_ptr + (num_kv_heads * GROUP + kv_head) * D
-        slot = tl.load(slot_ptr + seq)
-        new_v = tl.load(keys_ptr + num_kv_heads * D + d, mask=d < D, other=0.0).to(v_cache_ptr.dtype.element_ty)
-        q = rotated_heads(token_ptr + kv_head * GROUP * D, g, cos_ptr, sin_ptr, q_norm_ptr, norm_eps, seq,
-                          D, ROTARY_DIM, BLOCK_D, GROUP, HAS_NORM)  # fmt: skip
-        new_k = rotated_heads(keys_ptr, tl.arange(0, 1), cos_ptr, sin_ptr, k_norm_ptr, norm_eps, seq,
-                              D, ROTARY_DIM, BLOCK_D, 1, HAS_NORM).to(k_cache_ptr.dtype.element_ty)  # fmt: skip
-    else:
-        q_pointers = q_ptr + seq * q_stride + head[:, None] * q_head_stride + d[None, :]
-        q = tl.load(q_pointers, mask=heads_inside, other=0.0)
-
-    start, stop, share, num_splits = shares(seq_len, WINDOW, FUSED, BLOCK_N, MIN_TILES, MAX_SPLITS)
-    if split >= num_splits:
-        return
-
-    running_max = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-    running_sum = tl.zeros((BLOCK_G,), tl.float32)
-    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-    exponent_scale = scale * 1.4426950408889634  # softmax in powers of two
-    if FUSED:
-        newest = split == num_splits - 1
-        new_block, new_offset = slot // KV_BLOCK, slot % KV_BLOCK
-        new_k_ptr = k_cache_ptr + new_block * k_block_stride + kv_head * k_head_stride + new_offset * D + d
-        new_v_ptr = v_cache_ptr + new_block * v_block_stride + kv_head * v_head_stride + new_offset * D + d
-        tl.store(new_k_ptr[None, :], new_k, mask=(newest & (d < D))[None, :])
-        tl.store(new_v_ptr, new_v, mask=newest & (d < D))
-        score = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * exponent_scale
-        running_max = tl.where(newest, score, running_max)
-        running_sum = tl.where(newest, 1.0, running_sum)
-        acc = tl.where(newest, acc + new_v.to(tl.float32)[None, :], acc)
-
-    k_head_ptr = k_cache_ptr + kv_head * tl.cast(k_head_stride, tl.int64)
-    v_head_ptr = v_cache_ptr + kv_head * tl.cast(v_head_stride, tl.int64)
-    first = start + split * share * BLOCK_N
-    last = tl.minimum(first + share * BLOCK_N, stop)
-    for key in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-        n = key + tl.arange(0, BLOCK_N)
-        inside = n < last
-        block = tl.load(table_ptr + seq * table_stride + n // KV_BLOCK, mask=inside, other=0).to(tl.int64)
-        offset = (n % KV_BLOCK) * D
-        k_pointers = k_head_ptr + (block * k_block_stride + offset)[None, :] + d[:, None]
-        v_pointers = v_head_ptr + (block * v_block_stride + offset)[:, None] + d[None, :]
-        if D == BLOCK_D:
-            k = tl.load(k_pointers, mask=inside[None, :], other=0.0)
-            v = tl.load(v_pointers, mask=inside[:, None], other=0.0)
-        else:
-            k = tl.load(k_pointers, mask=inside[None, :] & (d < D)[:, None], other=0.0)
-            v = tl.load(v_pointers, mask=inside[:, None] & (d < D)[None, :], other=0.0)
-        scores = tl.dot(q.to(k.dtype), k, input_precision="ieee") * exponent_scale
-        scores = tl.where(inside[None, :], scores, float("-inf"))
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_max[:, None])
-        shrink = tl.exp2(running_max - new_max)
-        running_sum = running_sum * shrink + tl.sum(weights, 1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-        running_max = new_max
-
-    alone = MAX_SPLITS == 1 or num_splits == 1
-    result = tl.where(seq_len > 0, acc / tl.where(running_sum > 0.0, running_sum, 1.0)[:, None], 0.0)
-    pointers = out_ptr + seq * out_stride + head[:, None] * out_head_stride + d[None, :]
-    tl.store(pointers, result.to(out_ptr.dtype.element_ty), mask=heads_inside & alone)
-    if MAX_SPLITS > 1:
-        shared = (g < GROUP) & (num_splits > 1)
-        entry = (seq * num_kv_heads * GROUP + head) * MAX_SPLITS + split
-        tl.store(partial_ptr + entry[:, None] * D + d[None, :], acc, mask=shared[:, None] & (d < D)[None, :])
-        tl.store(stats_ptr + 2 * entry, running_max, mask=shared)
-        tl.store(stats_ptr + 2 * entry + 1, running_sum, mask=shared)
-
-
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -274,11 +162,9 @@ def _launch(
     window: int | None,
     out: Tensor | None,
     rotary: dict[str, Any],
-    plan: AttentionPlan | None = None,
 ) -> Tensor:
     """Both launchers' common end. `q` is `[num_seqs, num_heads, head_dim]`, or rows of qkv if `rotary` is given."""
-    num_seqs = q.shape[0]
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_seqs, (num_blocks, num_kv_heads, block_size, head_dim) = q.shape[0], k_cache.shape
     if out is None:
         out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} KV heads"
@@ -287,46 +173,46 @@ def _launch(
     assert out.stride(2) == 1, "the elements of a head of out must be contiguous"
     assert v_cache.shape == k_cache.shape, "k_cache and v_cache must have one shape"
     assert k_cache.dtype == v_cache.dtype, "k_cache and v_cache must have one dtype"
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        assert cache.stride()[2:] == (head_dim, 1), f"the tokens of one head of a block of {name} must be contiguous"
     assert block_tables.shape[0] == seq_lens.shape[0] == num_seqs, "every sequence needs a block table and a length"
     assert block_tables.dtype == seq_lens.dtype == torch.int32, "block tables and lengths are int32"
     assert block_tables.stride(1) == 1, "a block table must be contiguous"
     assert seq_lens.is_contiguous(), "seq_lens must be contiguous"
     assert window is None or window > 0, f"a window holds at least the query's own key, not {window}"
+    rows: dict[str, int] = {}
+    for name, cache in (("k", k_cache), ("v", v_cache)):
+        block_stride, head_stride, *inner = cache.stride()
+        assert inner == [head_dim, 1], f"the tokens of one head of a block of {name}_cache must be contiguous"
+        assert block_stride % head_dim == head_stride % head_dim == 0, f"strides of {name}_cache must be whole rows"
+        assert num_blocks * block_stride < 2**31 * head_dim, f"{name}_cache is too large to count its rows in 32 bits"
+        rows |= {f"{name}_block_rows": block_stride // head_dim, f"{name}_head_rows": head_stride // head_dim}
     if num_seqs == 0:
         return out
-    if plan is None:
-        max_keys = min(block_tables.shape[1] * block_size, window or 2**31)
-        plan = attention_plan(
-            num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim, k_cache.element_size(), max_keys,
-            _triton.num_multiprocessors(q.device), _triton.shared_memory(q.device),
-        )  # fmt: skip
+    group, reach = num_heads // num_kv_heads, block_tables.shape[1] * block_size
+    plan = attention_plan(
+        num_seqs, num_kv_heads, head_dim, k_cache.element_size(), min(reach, window or reach),
+        _triton.num_multiprocessors(q.device), _triton.shared_memory(q.device),
+    )  # fmt: skip
     partial = stats = None
-    if plan.max_splits > 1:
-        partial = torch.empty(num_seqs * num_heads * plan.max_splits * head_dim, dtype=torch.float32, device=q.device)
-        stats = torch.empty(num_seqs * num_heads * plan.max_splits * 2, dtype=torch.float32, device=q.device)
+    if plan.splits > 1:
+        partial = torch.empty(num_seqs * num_heads * plan.splits * head_dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(num_seqs * num_heads * plan.splits * 2, dtype=torch.float32, device=q.device)
     pdl = _triton.has_pdl(q.device)
-    fused = bool(rotary)
     common = {
         "D": head_dim, "WINDOW": window or 0, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_N": plan.block_n,
-        "MAX_SPLITS": plan.max_splits, "MIN_TILES": plan.min_tiles, "FUSED": fused, "PDL": pdl, "launch_pdl": pdl,
+        "SPLITS": plan.splits, "FUSED": bool(rotary), "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     unfused = {"cos_ptr": None, "sin_ptr": None, "slot_ptr": None, "q_norm_ptr": None, "k_norm_ptr": None,
                "norm_eps": 0.0, "ROTARY_DIM": 0, "HAS_NORM": False}  # fmt: skip
-    group = num_heads // num_kv_heads
-    kernel = _attention_decode_kernel if plan.dot else attention_vector_kernel
-    kernel[(plan.max_splits, num_kv_heads, num_seqs)](
+    attention_kernel[(plan.splits, num_kv_heads, num_seqs)](
         q, k_cache, v_cache, block_tables, seq_lens, out, partial, stats,
-        q_stride=q.stride(0), q_head_stride=0 if fused else q.stride(1),
-        k_block_stride=k_cache.stride(0), k_head_stride=k_cache.stride(1),
-        v_block_stride=v_cache.stride(0), v_head_stride=v_cache.stride(1), table_stride=block_tables.stride(0),
-        out_stride=out.stride(0), out_head_stride=out.stride(1), scale=scale,
-        GROUP=group, KV_BLOCK=block_size, BLOCK_G=max(16, triton.next_power_of_2(group)) if plan.dot else 1,
-        STAGES=plan.num_stages, num_warps=plan.num_warps, **(unfused | rotary | common),
+        q_stride=q.stride(0), q_head_stride=0 if rotary else q.stride(1), table_stride=block_tables.stride(0),
+        out_stride=out.stride(0), out_head_stride=out.stride(1), table_reach=reach, scale=scale,
+        GROUP=group, KV_BLOCK=block_size, BLOCK_G=max(16, triton.next_power_of_2(group)), STAGES=plan.num_stages,
+        num_warps=plan.num_warps, **(rows | unfused | rotary | common),
     )  # fmt: skip
-    if plan.max_splits > 1:
+    if plan.splits > 1:
         attention_merge_kernel[(num_heads, num_seqs)](
-            partial, stats, seq_lens, out, out.stride(0), out.stride(1), num_warps=4, **common
-        )
+            partial, stats, seq_lens, out, out.stride(0), out.stride(1), CHUNK=min(plan.splits, 16), num_warps=1,
+            **common,
+        )  # fmt: skip
     return out

@@ -1,6 +1,8 @@
 """The pure functions that cut the work, over everything that a launcher may ask of them."""
 
 import itertools
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -8,6 +10,7 @@ from ostinato.kernels._attention_plan import attention_plan
 from ostinato.kernels._linear_plan import TABLES, LinearPlan, linear_plan
 from ostinato.model import SHAPES
 
+BENCH = Path(__file__).parents[2] / "bench"
 DEVICES = {"A100": (108, 166912), "RTX 4090": (128, 101376), "NVIDIA H200": (132, 232448)}
 
 
@@ -62,15 +65,29 @@ def test_tables_are_used_on_their_device_only() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_attention_plan(device: str) -> None:
     multiprocessors, shared_memory = DEVICES[device]
-    cases = itertools.product([1, 2, 7, 32, 256], [1, 3, 8, 24], [1, 4, 9, 24], [64, 80, 128, 256], [2, 4])
-    for seqs, kv_heads, group, head_dim, size in cases:
+    cases = itertools.product([1, 2, 7, 32, 256], [1, 3, 8, 24], [16, 64, 79, 80, 128, 256], [2, 4])
+    for seqs, kv_heads, head_dim, size in cases:
         for max_keys in (1, 16, 1000, 131072):
-            plan = attention_plan(seqs, kv_heads, group, head_dim, size, max_keys, multiprocessors, shared_memory)
+            plan = attention_plan(seqs, kv_heads, head_dim, size, max_keys, multiprocessors, shared_memory)
             assert power_of_two(plan.block_n)
-            assert power_of_two(plan.max_splits)
-            assert plan.max_splits <= 64
-            assert plan.dot or group <= 8, "one query head after another is for small groups"
-            assert not plan.dot or plan.block_n >= 16, "a matrix product has 16 keys at least"
-            # Keys and values of half the stages lie in shared memory: the loads of block numbers take the others.
-            tile = plan.block_n * max(64, 1 << (head_dim - 1).bit_length()) * size
-            assert not plan.dot or 2 * tile * max(1, (plan.num_stages - 2) // 2) <= shared_memory
+            assert power_of_two(plan.splits)
+            assert plan.block_n >= 16, "a matrix product has 16 keys at least"
+            assert plan.splits == 1 or seqs * kv_heads * plan.splits <= 4 * multiprocessors
+            assert plan.splits == 1 or (plan.splits - 1) * plan.block_n < max_keys, "a share has no tile"
+            tile = plan.block_n * max(16, 1 << (head_dim - 1).bit_length()) * size
+            if plan.num_stages == 1:
+                assert (size, head_dim % 2) == (2, 0), "words hold two elements"
+                assert tile <= 64 * plan.num_warps * 32, "two pairs of tiles must fit the registers"
+            else:
+                # Keys and values of all stages but one lie in shared memory, beside what a tile needs to change layout.
+                assert 2 * tile * (plan.num_stages - 1) + tile // 2 <= shared_memory
+
+
+def test_the_page_shows_the_attention_plans_that_ship() -> None:
+    sys.path.insert(0, str(BENCH))
+    try:
+        from kernel_tables import ATTENTION
+        from sweep_attention import CELLS, label, shipped
+    finally:
+        sys.path.remove(str(BENCH))
+    assert {name: (label(shipped(name)), cell[4]) for name, cell in CELLS.items()} == ATTENTION

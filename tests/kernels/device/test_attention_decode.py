@@ -1,5 +1,6 @@
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,32 +123,34 @@ def test_rotary_attention_decode(
     assert_near(q_two, rotary_kv_write_ref(qkv.double(), cos, sin, batch.slots, k_truth, v_truth, **wide))
 
 
-VECTOR = {"shares": AttentionPlan(32, 1, 1, 4, 1, dot=False), "lone": AttentionPlan(64, 2, 1, 1, 1, dot=False)}
+PLANS = {
+    "registers": AttentionPlan(16, 2, 1, 4),
+    "registers-many": AttentionPlan(32, 2, 1, 32),
+    "pipeline": AttentionPlan(16, 2, 3, 4),
+    "pipeline-lone": AttentionPlan(32, 4, 4, 1),
+}
 
 
-@pytest.mark.parametrize("plan", VECTOR.values(), ids=VECTOR)
-@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "block_size", "window"), SHAPES[:6:3])
-@pytest.mark.parametrize("fused", [False, True], ids=["apart", "fused"])
-def test_without_tensor_cores(
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(("lengths", "heads", "kv_heads", "head_dim", "block_size", "window"), SHAPES[:4:3])
+def test_every_plan(
     plan: AttentionPlan, lengths: list[int], heads: int, kv_heads: int, head_dim: int, block_size: int,
-    window: int | None, fused: bool, draw: Draw, assert_near: Near, monkeypatch: pytest.MonkeyPatch,
+    window: int | None, draw: Draw, assert_near: Near, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    """One tile and many, one share and more than there are tiles, blocks smaller and larger than a tile."""
+    if dtype.itemsize != 2:
+        plan = replace(plan, num_stages=max(2, plan.num_stages))  # registers are for elements of two bytes
     monkeypatch.setattr(sys.modules["ostinato.kernels.attention_decode"], "attention_plan", lambda *_: plan)
     batch = Batch(draw, lengths, heads, kv_heads, head_dim, block_size)
     args = (batch.tables, batch.seq_lens, batch.scale)
     wide = [batch.k_cache.double(), batch.v_cache.double()]
-    if fused:
-        qkv = draw(len(lengths), (heads + 2 * kv_heads) * head_dim)
-        angle = torch.rand(len(lengths), head_dim // 2).to(qkv.device) * 6
-        rotation = (angle.cos(), angle.sin(), batch.slots)
-        out = rotary_attention_decode(qkv, *rotation, batch.k_cache, batch.v_cache, *args, window=window)
-        assert_near(out, rotary_attention_decode_ref(qkv.double(), *rotation, *wide, *args, window=window))
-        assert_near(batch.k_cache.nan_to_num(), wide[0].nan_to_num())
-        assert_near(batch.v_cache.nan_to_num(), wide[1].nan_to_num())
-    else:
-        q = draw(len(lengths), heads, head_dim)
-        out = attention_decode(q, batch.k_cache, batch.v_cache, *args, window=window)
-        assert_near(out, attention_decode_ref(q.double(), *wide, *args, window=window))
+    qkv = draw(len(lengths), (heads + 2 * kv_heads) * head_dim)
+    angle = torch.rand(len(lengths), head_dim // 2).to(qkv.device) * 6
+    rotation = (angle.cos(), angle.sin(), batch.slots)
+    out = rotary_attention_decode(qkv, *rotation, batch.k_cache, batch.v_cache, *args, window=window)
+    assert_near(out, rotary_attention_decode_ref(qkv.double(), *rotation, *wide, *args, window=window))
+    assert_near(batch.k_cache.nan_to_num(), wide[0].nan_to_num())
+    assert_near(batch.v_cache.nan_to_num(), wide[1].nan_to_num())
 
 
 def test_blocks_past_two_to_the_31_elements(device: str, dtype: torch.dtype, draw: Draw, assert_near: Near) -> None:

@@ -1,6 +1,8 @@
 """Kernels in their streams: recorded and replayed with changed inputs, and overlapping a slow producer."""
 
+import sys
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import pytest
 import torch
@@ -8,12 +10,19 @@ from torch import Tensor
 
 from ostinato import kernels as k
 from ostinato.kernels import _triton
+from ostinato.kernels._attention_plan import AttentionPlan
 from ostinato.kernels._linear_plan import LinearPlan
 from ostinato.kernels._triton import tl, triton
 from ostinato.kernels.linear import linear_planned
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
+PLANS = {
+    "registers": AttentionPlan(64, 4, 1, 1),
+    "registers-shares": AttentionPlan(64, 4, 1, 16),
+    "pipeline": AttentionPlan(128, 4, 4, 1),
+    "pipeline-shares": AttentionPlan(64, 4, 4, 8),
+}
 
 
 @triton.jit
@@ -52,16 +61,86 @@ def linear_case(tokens: int, plan: LinearPlan, swiglu: bool) -> tuple[Callable[[
     )
 
 
-def attention_case(keys: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+def attention_case(
+    keys: int, plan: AttentionPlan, lengths: bool = False
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    """Of the rows of qkv, or of the lengths: they too come out of the kernel before, at the start of a step."""
     blocks = -(-keys // 16)
     k_cache, v_cache = cuda(2 + 2 * blocks, 2, 16, 64), cuda(2 + 2 * blocks, 2, 16, 64)
     tables = (torch.randperm(2 * blocks).view(2, blocks) + 2).to("cuda", torch.int32)
     lens = torch.tensor([keys, keys // 3], dtype=torch.int32, device="cuda")
     slots = (tables.gather(1, ((lens - 1) // 16).long()[:, None])[:, 0] * 16 + (lens - 1) % 16).long()
     cos, sin = cuda(2, 32, dtype=torch.float32), cuda(2, 32, dtype=torch.float32)
-    return lambda: cuda(2, 12 * 64), lambda qkv: k.rotary_attention_decode(
-        qkv, cos, sin, slots, k_cache, v_cache, tables, lens, 0.125
-    )
+    rows = cuda(2, 12 * 64)
+
+    def attend(qkv: Tensor, lens: Tensor) -> Tensor:
+        with mock.patch.object(sys.modules["ostinato.kernels.attention_decode"], "attention_plan", return_value=plan):
+            return k.rotary_attention_decode(qkv, cos, sin, slots, k_cache, v_cache, tables, lens, 0.125)
+
+    if lengths:
+        return lambda: torch.randint(1, keys, (2,), dtype=torch.int32, device="cuda"), lambda x: attend(rows, x)
+    return lambda: cuda(2, 12 * 64), lambda x: attend(x, lens)
+
+
+def rotary_kv_write_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    cos, sin = cuda(2, 32, dtype=torch.float32), cuda(2, 32, dtype=torch.float32)
+    k_cache, v_cache = cuda(3, 2, 16, 64), cuda(3, 2, 16, 64)
+    slots = torch.tensor([17, 40], device="cuda")
+
+    def write(qkv: Tensor) -> Tensor:
+        q = k.rotary_kv_write(qkv, cos, sin, slots, k_cache, v_cache)
+        return torch.cat([part.flatten() for part in (q, k_cache, v_cache)])
+
+    return lambda: cuda(2, 12 * 64), write
+
+
+def rotary_rows_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    cos, sin = cuda(100, 32, dtype=torch.float32), cuda(100, 32, dtype=torch.float32)
+    return lambda: torch.randint(120, (7,), device="cuda"), lambda x: torch.cat(k.rotary_rows(x, cos, sin))
+
+
+def slot_mapping_case(packed: bool) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    tables = torch.randint(2, 90, (3, 8), dtype=torch.int32, device="cuda")
+    offsets = torch.tensor([0, 4, 5, 6], dtype=torch.int32, device="cuda") if packed else None
+    draw = lambda: torch.randint(140, (7 if packed else 3,), device="cuda")  # noqa: E731
+    return draw, lambda x: k.slot_mapping(x, tables, 16, cu_seqlens_q=offsets)
+
+
+def stateful(
+    draw: Callable[[], Tensor], op: Callable[..., None], *state: Tensor
+) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    """An op that changes `state` in place: gives what it made of it, and puts it back."""
+    saved = [tensor.clone() for tensor in state]
+
+    def run(x: Tensor) -> Tensor:
+        op(x, *state)
+        result = torch.cat([tensor.flatten().long() for tensor in state])
+        for tensor, before in zip(state, saved, strict=True):
+            tensor.copy_(before)
+        return result
+
+    return draw, run
+
+
+def step_state(rows: int) -> list[Tensor]:
+    """token_ids, positions and seq_lens; every third row is dead."""
+    index = torch.arange(rows, device="cuda")
+    return [index + 100, index + 7, (index % 3 * 8).to(torch.int32)]
+
+
+def commit_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    ring, step = torch.zeros(3, 9, dtype=torch.int64, device="cuda"), torch.tensor([4], device="cuda")
+    return stateful(lambda: torch.randint(1000, (9,), device="cuda"), k.commit, *step_state(9), ring, step)
+
+
+def update_rows_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    def draw() -> Tensor:
+        updates = torch.randint(100, (3, 4 + 11))
+        updates[:, 0] = torch.randperm(9)[:3]
+        return updates.cuda()
+
+    tables = torch.zeros(9, 11, dtype=torch.int32, device="cuda")
+    return stateful(draw, k.update_rows, *step_state(9), tables)
 
 
 def rms_norm_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
@@ -87,8 +166,15 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Tensor], Call
     yield "tensor", lambda: linear_case(16, LinearPlan("tensor", 64, 64, 4, num_stages=3), True)
     yield "tensor-split", lambda: linear_case(9, LinearPlan("tensor", 64, 64, 4, num_stages=3, split_k=4), False)
     yield "tensor-norm-apart", lambda: linear_case(9, LinearPlan("tensor", 32, 64, 4, norm_apart=True), False)
-    yield "attention-short", lambda: attention_case(60)
-    yield "attention-shares", lambda: attention_case(3000)
+    for name, plan in PLANS.items():
+        yield f"attention-{name}", lambda plan=plan: attention_case(3000, plan)
+        yield f"attention-{name}-lengths", lambda plan=plan: attention_case(1000, plan, lengths=True)
+    yield "rotary-kv-write", rotary_kv_write_case
+    yield "rotary-rows", rotary_rows_case
+    yield "slot-mapping", lambda: slot_mapping_case(packed=False)
+    yield "slot-mapping-packed", lambda: slot_mapping_case(packed=True)
+    yield "commit", commit_case
+    yield "update-rows", update_rows_case
     yield "rms-norm", rms_norm_case
     yield "residual-add", residual_add_case
     yield "swiglu", lambda: (lambda: cuda(5, 1024), k.swiglu)
