@@ -192,6 +192,7 @@ def _launch(
         num_seqs, num_kv_heads, head_dim, k_cache.element_size(), min(reach, window or reach),
         _triton.num_multiprocessors(q.device), _triton.shared_memory(q.device),
     )  # fmt: skip
+    assert plan.num_stages > 1 or k_cache.element_size() == 2, "registers hold words of two elements"
     partial = stats = None
     if plan.splits > 1:
         partial = torch.empty(num_seqs * num_heads * plan.splits * head_dim, dtype=torch.float32, device=q.device)
