@@ -18,6 +18,18 @@ class CudaPool:
     handle: Any
 
 
+class _Bytes:
+    """Device memory by its addresses, in the form that torch takes as a tensor without a copy."""
+
+    def __init__(self, addresses: range) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": (len(addresses),),
+            "typestr": "|u1",
+            "data": (addresses.start, False),
+            "version": 2,
+        }
+
+
 class CudaBackend(GraphBackend):
     """CUDA graphs of one device. One capture stream for all captures: blocks are reused only within a stream."""
 
@@ -109,6 +121,10 @@ class CudaBackend(GraphBackend):
             range(segment["address"], segment["address"] + segment["total_size"])
             for segment in torch.cuda.memory_snapshot(pool.handle)
         ]
+
+    def fill_pool(self, pool: GraphPool, byte: int) -> None:
+        for addresses in self.pool_ranges(pool):
+            torch.as_tensor(_Bytes(addresses), device=self.device).fill_(byte)
 
     def memory_state(self) -> str:
         free, total = torch.cuda.mem_get_info(self.device)

@@ -98,6 +98,7 @@ class CudaGraphRunner:
         self._warm: dict[tuple[BucketKey, int], dict[str, Tensor]] = {}
         self._dummies = DummyRowPool(submodule_name, step_runner)
         self._turns: dict[BucketKey, int] = {}
+        self._selected: dict[tuple[str, int, int, Hashable], BucketKey | None] = {}
         self._read_done: dict[SlotLease, Event] = {}
         self._templates: dict[BucketKey, list[RowInputs]] = {}
         self._plan_stream = resources.backend.new_stream() if resources.planners else None
@@ -158,10 +159,12 @@ class CudaGraphRunner:
                 made.graph.reset()
             raise
         self._buckets[key] = CudaGraphBucket(self._configs[config_idx], config_idx, slots)
+        self._selected.clear()
 
     def drop(self, key: BucketKey, reason: Reason, detail: str) -> None:
         """Do without a bucket from now on."""
         bucket = self._buckets.pop(key, None)
+        self._selected.clear()
         for slot in bucket.slots if bucket is not None else ():
             slot.graph.reset()
         if key not in self.drop_reasons:
@@ -182,9 +185,9 @@ class CudaGraphRunner:
         """Whether a bucket has its graphs."""
         return key in self._buckets
 
-    def num_slots_of(self, key: BucketKey) -> int:
-        """Graph slots of a bucket, 0 if it has no graph."""
-        return len(self._buckets[key].slots) if key in self._buckets else 0
+    def slots(self, key: BucketKey) -> list[CudaGraphSlot]:
+        """The captured graphs of a bucket; none if it has none."""
+        return self._buckets[key].slots if key in self._buckets else []
 
     def release_graphs(self) -> None:
         """Forget every graph: the runner is not used any more."""
@@ -192,6 +195,7 @@ class CudaGraphRunner:
             for slot in bucket.slots:
                 slot.graph.reset()
         self._buckets.clear()
+        self._selected.clear()
 
     def captures_walk(self, graph_walk: str) -> bool:
         """Whether any graph replays this walk."""
@@ -204,7 +208,10 @@ class CudaGraphRunner:
         self, graph_walk: str, bs: int, num_tokens: int, cg_key_info: Hashable = None
     ) -> BucketKey | None:
         """The tightest captured bucket, over all matching configs; None: run eagerly."""
-        return tightest(self._captured(), graph_walk, bs, num_tokens, cg_key_info)
+        wanted = (graph_walk, bs, num_tokens, cg_key_info)
+        if wanted not in self._selected:
+            self._selected[wanted] = tightest(self._captured(), *wanted)
+        return self._selected[wanted]
 
     def select_batched_bucket(self, graph_walk: str, bs: int, cg_key_info: Hashable = None) -> BucketKey | None:
         """A bucket before the inputs exist; only batched configs can tell then."""

@@ -80,7 +80,7 @@ class DecodeGraphs:
         self.settings = settings
         self.backend = backend
         self.configs = decode_configs(settings.sizes, settings.caps_batch_size)
-        self._pieces = pieces
+        self.pieces = pieces
         self._device = backend.device
         self.resources = GraphResources(backend, backend.new_pool(), StaticBuffers(backend.device))
         self._capturer = Capturer(backend, backend.device, settings.comm_group, settings.budget_bytes)
@@ -105,7 +105,7 @@ class DecodeGraphs:
         self.cuts: tuple[int, ...] = ()
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
         self._set_cuts(())
-        for runner in self._runners:
+        for runner in self.runners:
             runner.prepare_for_capture()
         pieces.sampler.claim_counts()
         buffers.seal()
@@ -115,7 +115,7 @@ class DecodeGraphs:
         return [*self.blocks, self.head, *self.samples.values()]
 
     @property
-    def _runners(self) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
+    def runners(self) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
         return [self.whole, *self.regions]
 
     def capture_path(self, path: Path, progress: Progress | None = None) -> CaptureSummary:
@@ -130,11 +130,11 @@ class DecodeGraphs:
 
     def capture_bucket(self, path: Path, key: BucketKey) -> bool:
         """Capture one bucket of a path between two steps; False if that failed."""
-        runners = self._of(path, key)
-        with self._at_rest():
-            for runner in runners:
-                own = runner_key(runner, key)
-                if not runner.has(own) and own not in runner.drop_reasons:
+        pairs = [(runner, runner_key(runner, key)) for runner in self._of(path, key)]
+        todo = [(runner, own) for runner, own in pairs if not runner.has(own) and own not in runner.drop_reasons]
+        if todo:
+            with self._at_rest():
+                for runner, own in todo:
                     self._capturer.capture_one(runner, own)
         return self.missing(path, key) is None
 
@@ -146,7 +146,7 @@ class DecodeGraphs:
         """
         runners = self._of(path, key)
         if path is Path.PIECEWISE and cuts is not None and self.would_recut(cuts):
-            labels = {_label(span) for span in block_spans(self._pieces.num_layers, cuts)}
+            labels = {_label(span) for span in block_spans(self.pieces.num_layers, cuts)}
             gone = [id(runner) for runner in self.blocks if runner.label not in labels]
             runners = [runner for runner in runners if id(runner) not in gone]
         elif (path, key) in self._failed:
@@ -157,11 +157,17 @@ class DecodeGraphs:
                 return reason[0]
         return None
 
+    @property
+    def state(self) -> tuple[object, ...]:
+        """What changes whenever `missing` may answer otherwise than before."""
+        regions = tuple((runner.label, len(runner.drop_reasons)) for runner in self.regions)
+        return len(self.whole.drop_reasons), regions, len(self._failed)
+
     def drops(self) -> list[str]:
         """Each missing bucket in a sentence."""
         lines = [
             f"{runner.name} at batch size {key.bs}: {reason.value} ({detail})"
-            for runner in self._runners
+            for runner in self.runners
             for key, (reason, detail) in runner.drop_reasons.items()
         ]
         lines += [
@@ -200,10 +206,10 @@ class DecodeGraphs:
     def _set_cuts(self, cuts: tuple[int, ...]) -> None:
         before = {runner.label: runner for runner in self.blocks}
         blocks = []
-        for span in block_spans(self._pieces.num_layers, cuts):
+        for span in block_spans(self.pieces.num_layers, cuts):
             runner = before.pop(_label(span), None)
             if runner is None:
-                region = block_region(self._pieces, self.resources.buffers, self.settings.sizes, span)
+                region = block_region(self.pieces, self.resources.buffers, self.settings.sizes, span)
                 runner = self._region(_label(span), region)
                 runner.prepare_for_capture()
             blocks.append(runner)
@@ -265,7 +271,7 @@ class DecodeGraphs:
             at_logits: called with the logits of the real rows.
             replay_failed: called with what a replay raised; may raise itself, where no step may be eager.
         """
-        get, pieces = self.resources.buffers.get, self._pieces
+        get, pieces = self.resources.buffers.get, self.pieces
         names = ("blocks.in", "preamble.cos", "preamble.sin", "preamble.slot_mapping")
         preamble = pieces.preamble(key.bs, out=Preamble(*(get(name, key.bs) for name in names)))
         context = {"cos": preamble.cos, "sin": preamble.sin, "slot_mapping": preamble.slot_mapping}
@@ -314,7 +320,7 @@ class DecodeGraphs:
     @contextlib.contextmanager
     def _at_rest(self) -> Iterator[None]:
         """Whatever warm-ups and captures write goes to the sink, which is zeroed before and after."""
-        with torch.inference_mode(), self._pieces.state.at_rest(), self._pieces.sampler.at_rest():
+        with torch.inference_mode(), self.pieces.state.at_rest(), self.pieces.sampler.at_rest():
             self._zero_sink()
             try:
                 yield
@@ -322,7 +328,7 @@ class DecodeGraphs:
                 self._zero_sink()
 
     def _zero_sink(self) -> None:
-        for cache in (*self._pieces.kv_cache.k, *self._pieces.kv_cache.v):
+        for cache in (*self.pieces.kv_cache.k, *self.pieces.kv_cache.v):
             cache[SINK_BLOCK].zero_()
 
 

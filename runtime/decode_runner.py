@@ -69,6 +69,8 @@ class DecodeRunner:
         self._hooks = hooks
         self._machines: dict[tuple[Path, BucketKey], InferenceGraphCapture] = {}
         self._num_captured = 0
+        self._decided: dict[Batch, list[Chunk]] = {}
+        self._decided_at: tuple[object, ...] = ()
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
@@ -119,7 +121,15 @@ class DecodeRunner:
 
     def decide(self, batch: Batch) -> list[Chunk]:
         """The chunks that a step of this batch would run as, and why; changes nothing."""
-        return self.dispatcher.decide(batch)
+        if self.graphs is None or self.policy.lazy_steps is not None:  # decided at once; or other at every step
+            return self.dispatcher.decide(batch)
+        state = self.graphs.state, self._hooks.layers
+        if self._decided_at != state:
+            self._decided_at = state
+            self._decided.clear()
+        if batch not in self._decided:
+            self._decided[batch] = self.dispatcher.decide(batch)
+        return list(self._decided[batch])
 
     def run(self, sequences: SequenceOf[Sequence]) -> list[DecodeResult]:
         """One token for each sequence; sequence `i` stands in row `i`.

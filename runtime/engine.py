@@ -80,7 +80,7 @@ class Engine:
         state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
         sampler = Sampler(config.max_num_seqs, self.vocab_size, device=model.device)
         self.hooks = Hooks(model.config.num_layers)
-        policy, settings = graph_plan(config)
+        policy, settings = graph_plan(config, model.device)
         graphs = None
         if policy.path is not Path.EAGER:
             backend = graph_backend(model.device)
@@ -308,11 +308,11 @@ class Engine:
             raise ValueError(f"{kind} token id {token_id} is not in the vocabulary, 0 ... {self.vocab_size - 1}")
 
 
-def graph_plan(config: EngineConfig) -> tuple[DecodePolicy, GraphSettings]:
-    """What a config means for decode steps."""
+def graph_plan(config: EngineConfig, device: torch.device) -> tuple[DecodePolicy, GraphSettings]:
+    """What a config means for decode steps on a device."""
     mode = config.graphs
     if mode == "auto":
-        mode = "whole" if config.enable_decode_graphs else "off"
+        mode = "whole" if device.type == "cuda" or config.enable_decode_graphs else "off"
     policy = DecodePolicy(
         path={"off": Path.EAGER, "whole": Path.WHOLE, "piecewise": Path.PIECEWISE}[mode],
         forced=config.enable_decode_graphs is False,

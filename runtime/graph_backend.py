@@ -106,6 +106,13 @@ class GraphBackend(ABC):
         return sum(len(addresses) for addresses in self.pool_ranges(pool))
 
     @abstractmethod
+    def fill_pool(self, pool: GraphPool, byte: int) -> None:
+        """Overwrite all of the pool's memory, between replays, for tests: nothing that outlives a replay may be there.
+
+        0xFF makes every float NaN and every integer -1.
+        """
+
+    @abstractmethod
     def memory_state(self) -> str:
         """For the log of a failure: what is in use, in words."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .cuda_graph_runner import CudaGraphRunner
 from .dummy_rows import PlanTarget, RowInfo, RowInputs, StepRunner
 from .graph_backend import Graph, GraphPool
-from .graph_buckets import BucketKey, CaptureSpec, CudaGraphConfig, SlotLease
+from .graph_buckets import BucketKey, CaptureSpec, CudaGraphConfig, CudaGraphSlot, SlotLease
 from .graph_capture import autocast_scope
 from .graph_reason import Reason
 from .piecewise_output import PiecewiseOutput
@@ -123,6 +123,7 @@ class PiecewiseCudaGraphRunner:
         self.name = self.label if self.node_name is None else f"{self.node_name}.{self.label}"
         self._slot: int | None = None
         self._leased: SlotLease | None = None
+        self._unnamed: dict[tuple[SlotLease, int], tuple[list[RowInputs], dict[int, RowInfo]]] = {}
         self._region = _Region(self)
         self._runner = CudaGraphRunner(
             self.name,
@@ -156,7 +157,7 @@ class PiecewiseCudaGraphRunner:
         """Everything that is captured."""
         found = {}
         for key in self.bucket_keys():
-            for slot in range(self._runner.num_slots_of(key)):
+            for slot in range(len(self.slots(key))):
                 data = self._runner.slot_for(SlotLease(key, slot))
                 shape = PiecewiseCaptureShape(key.bs, key.num_tokens)
                 found[PiecewiseGraphKey(key.bs, key.num_tokens, slot)] = PiecewiseGraphData(
@@ -171,6 +172,15 @@ class PiecewiseCudaGraphRunner:
     def warmup_and_capture(self) -> None:
         """Capture every bucket; see `CudaGraphRunner.warmup_and_capture`."""
         self._runner.warmup_and_capture()
+
+    def slots(self, key: BucketKey) -> list[CudaGraphSlot]:
+        """The captured graphs of a bucket; none if it has none."""
+        return self._runner.slots(key)
+
+    def outputs(self, bs: int) -> dict[str, Tensor]:
+        """The output buffers of the graphs for `bs` requests."""
+        slots = [slot for key in self.bucket_keys() if key.bs == bs for slot in self.slots(key)]
+        return {name: tensor for slot in slots for name, tensor in slot.static_outputs.items()}
 
     def has(self, key: BucketKey) -> bool:
         return self._runner.has(key)
@@ -221,28 +231,45 @@ class PiecewiseCudaGraphRunner:
             raise ValueError(f"region {self.label!r} takes {sorted(self.config.inputs)}, got {sorted(static_inputs)}")
         num_rows = next(t.shape[0] for name, t in static_inputs.items() if not self.config.inputs[name].per_request)
         bs = real_bs if real_bs is not None else len(request_ids or seq_lens or ()) or num_rows
-        lens = list(seq_lens) if seq_lens is not None else [1] * bs
-        ids = list(request_ids) if request_ids is not None else list(range(bs))
-        rows = [RowInputs(rid, length, {}) for rid, length in zip(ids, lens, strict=True)]
-        info = {rid: RowInfo(rid, self.label) for rid in ids}
-        lease, self._leased = self.lease_slot(bs, max(sum(lens), num_rows)), None
+        real_len = bs if seq_lens is None else sum(seq_lens)
+        lease, self._leased = self.lease_slot(bs, max(real_len, num_rows)), None
         if lease is None:
-            return self._run_eager(static_inputs, rows, info, sum(lens))
-        step = self.step_runner.declare(
-            self.label, self._runner.pad_inputs(lease, rows), self._runner.step_metadata(lease, ids, info)
-        )
+            rows, info = self._rows(bs, request_ids, seq_lens)
+            return self._run_eager(static_inputs, rows, info, real_len)
+        step = self.step_runner.declare(self.label, *self._padded_rows(lease, bs, request_ids, seq_lens))
         self.step_runner.plan(step, PlanTarget(self.name, lease.key, lease.slot))
         outputs = self._runner.run_forward(lease, static_inputs)
         self.step_runner.commit(step)
         self._runner.release(lease, bs)
         self.counts[Reason.PIECEWISE] += 1
-        return PiecewiseOutput(outputs, sum(lens))
+        return PiecewiseOutput(outputs, real_len)
 
     def run_eager(self, static_inputs: Mapping[str, Tensor], bs: int, real_len: int) -> PiecewiseOutput:
         """The region's Python, on its inputs as they are."""
         shape = PiecewiseCaptureShape(bs, next(iter(static_inputs.values())).shape[0])
         with autocast_scope(self.autocast_dtype, self.device.type):
             return PiecewiseOutput(dict(self.config.fn(PiecewiseCallInputs(static_inputs, shape))), real_len)
+
+    def _rows(
+        self, bs: int, request_ids: Sequence[int] | None, seq_lens: Sequence[int] | None
+    ) -> tuple[list[RowInputs], dict[int, RowInfo]]:
+        ids = range(bs) if request_ids is None else request_ids
+        lens = [1] * bs if seq_lens is None else seq_lens
+        rows = [RowInputs(rid, length, {}) for rid, length in zip(ids, lens, strict=True)]
+        return rows, {rid: RowInfo(rid, self.label) for rid in ids}
+
+    def _padded_rows(
+        self, lease: SlotLease, bs: int, request_ids: Sequence[int] | None, seq_lens: Sequence[int] | None
+    ) -> tuple[list[RowInputs], dict[int, RowInfo]]:
+        """What a padded step declares. Rows without a request are the same at every step, and made once."""
+        made = self._unnamed.get((lease, bs)) if request_ids is None and seq_lens is None else None
+        if made is None:
+            rows, info = self._rows(bs, request_ids, seq_lens)
+            ids = [row.rid for row in rows]
+            made = self._runner.pad_inputs(lease, rows), self._runner.step_metadata(lease, ids, info)
+            if request_ids is None and seq_lens is None:
+                self._unnamed[lease, bs] = made
+        return made
 
     def _run_eager(
         self, inputs: Mapping[str, Tensor], rows: list[RowInputs], info: dict[int, RowInfo], real_len: int

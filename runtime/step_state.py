@@ -42,7 +42,11 @@ class StepState:
         self.positions = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         self.seq_lens = torch.zeros(max_num_seqs, dtype=torch.int32, device=device)
         self.block_tables = torch.full((max_num_seqs, max_blocks_per_seq), SINK_BLOCK, dtype=torch.int32, device=device)
-        self._sampled = torch.zeros(_ENTRIES, max_num_seqs, dtype=torch.int64, device=device)
+        self._device = device
+        # On a GPU the ring of sampled tokens is host memory which the commit writes to: reading a step takes no copy,
+        # and no wait for later steps.
+        self._sampled = torch.zeros(_ENTRIES, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._done = [torch.cuda.Event() for _ in range(_ENTRIES)] if device.type == "cuda" else []
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._num_commits = 0
         shape = (max_num_seqs, 4 + max_blocks_per_seq)
@@ -73,6 +77,10 @@ class StepState:
         """All that the device knows of each row, `[max_num_seqs, …]`."""
         return [self.token_ids, self.positions, self.seq_lens, self.block_tables]
 
+    def device_tensors(self) -> list[Tensor]:
+        """All that steps read and write on the device; the ring of sampled tokens is the host's."""
+        return [*self.row_tensors(), self._step]
+
     def commit(self, sampled: Tensor) -> int:
         """End a step over the first `len(sampled)` rows; returns the step's number, for `read`."""
         self.commit_rows(sampled)
@@ -85,6 +93,8 @@ class StepState:
 
     def count_commit(self) -> int:
         """The host's part of `commit`, due whenever the device's has been run or replayed."""
+        if self._done:
+            self._done[self._num_commits % _ENTRIES].record(torch.cuda.current_stream(self._device))
         self._num_commits += 1
         return self._num_commits - 1
 
@@ -101,8 +111,11 @@ class StepState:
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Within the body every row is dead and writes to the sink; what the body commits is undone at its end."""
-        tensors = [*self.row_tensors(), self._sampled, self._step]
+        """Within the body every row is dead and writes to the sink; what the body commits is undone at its end.
+
+        The ring of sampled tokens is not kept: all steps before must have been read.
+        """
+        tensors = self.device_tensors()
         saved = [tensor.clone() for tensor in tensors]
         self.kill_rows(0, len(self.seq_lens))
         try:
@@ -112,10 +125,12 @@ class StepState:
                 tensor.copy_(before)
 
     def read(self, step: int, num_rows: int) -> list[int]:
-        """The tokens that a recent step sampled for its first rows; waits for the device."""
+        """The tokens that a recent step sampled for its first rows; waits for that step."""
         assert max(0, self._num_commits - _ENTRIES) <= step < self._num_commits, (
             "a step is read while the ring still holds it"
         )
+        if self._done:
+            self._done[step % _ENTRIES].synchronize()
         return self._sampled[step % _ENTRIES, :num_rows].tolist()
 
 

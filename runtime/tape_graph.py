@@ -147,6 +147,10 @@ class TapeBackend(GraphBackend):
         assert isinstance(pool, TapePool), "a backend knows its own pools"
         return pool.ranges()
 
+    def fill_pool(self, pool: GraphPool, byte: int) -> None:
+        assert isinstance(pool, TapePool), "a backend knows its own pools"
+        pool.fill(byte)
+
     def memory_state(self) -> str:
         return f"{self.memory_bytes()} bytes in {len(self._pools)} pools of the CPU tape"
 

@@ -45,6 +45,11 @@ class TapePool:
     def ranges(self) -> list[range]:
         return [range(s.data_ptr(), s.data_ptr() + s.numel()) for s in self._segments.values()]
 
+    def fill(self, byte: int) -> None:
+        """Overwrite everything."""
+        for segment in self._segments.values():
+            segment.fill_(byte)
+
     def hand_out(self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, int | None]:
         """A tensor of the pool's memory, and the segment that it lies in (None if it has no bytes)."""
         extent = 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))

@@ -6,6 +6,7 @@ the GGUF file holds them and once with the weights rounded to bfloat16, and the 
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ def test_chats_and_texts_become_the_reference_prompts(gguf_llm: LLM) -> None:
 
 
 @pytest.mark.gpu
-def test_greedy_tokens_on_cuda(demo_path: Path) -> None:
-    llm = LLM(demo_path, device="cuda", dtype="float32", config=CONFIG)
+@pytest.mark.parametrize("graphs", ["whole", "piecewise", "off"])
+def test_greedy_tokens_on_cuda(demo_path: Path, graphs: str) -> None:
+    llm = LLM(demo_path, device="cuda", dtype="float32", config=replace(CONFIG, graphs=graphs))
     entries = REFERENCE["greedy_float32_weights"]
     assert greedy(llm, entries) == [entry["output_ids"] for entry in entries]

@@ -84,11 +84,14 @@ def test_capture_sizes_end_in_max_num_seqs() -> None:
     ids=str,
 )
 def test_what_a_config_means(values: dict[str, Any], path: str, forced: bool) -> None:
-    policy, settings = graph_plan(EngineConfig(**values))
+    policy, settings = graph_plan(EngineConfig(**values), torch.device("cpu"))
     assert (policy.path.value, policy.forced, policy.lazy_steps) == (path, forced, None)
     assert settings.sizes == (1, 2, 4, 8, 16, 24, 32)
-    lazy, _ = graph_plan(EngineConfig(capture="lazy", graph_warmup_steps=0))
+    lazy, _ = graph_plan(EngineConfig(capture="lazy", graph_warmup_steps=0), torch.device("cpu"))
     assert lazy.lazy_steps == 1
+    on_gpu, _ = graph_plan(EngineConfig(**values), torch.device("cuda"))
+    auto = values.get("graphs", "auto") == "auto"
+    assert on_gpu.path.value == ("whole" if auto else path), "auto is whole on a GPU"
 
 
 sizes = st.fixed_dictionaries(

@@ -306,10 +306,10 @@ def planned() -> Rig:
 
 
 def test_two_slots_only_where_something_is_planned() -> None:
-    assert Rig(num_slots=2).captured().runner.num_slots_of(BucketKey("decode", None, 8, 8)) == 1
+    assert len(Rig(num_slots=2).captured().runner.slots(BucketKey("decode", None, 8, 8))) == 1
     assert Rig(num_slots=2).captured().runner.plan_stream() is None
     rig = planned()
-    assert rig.runner.num_slots_of(BucketKey("decode", None, 2, 2)) == 2
+    assert len(rig.runner.slots(BucketKey("decode", None, 2, 2))) == 2
     assert rig.runner.plan_stream() is not None
     assert rig.runner.plan_stream() is not rig.backend.current_stream(), "never the default stream"
 
@@ -409,7 +409,7 @@ def test_a_bucket_is_all_of_its_slots_or_nothing() -> None:
     rig.forward.forward = failing  # type: ignore[method-assign]
     rig.captured()
     assert rig.runner.dropped_buckets == [BucketKey("decode", None, 4, 4)]
-    assert rig.runner.num_slots_of(BucketKey("decode", None, 2, 2)) == 2
+    assert len(rig.runner.slots(BucketKey("decode", None, 2, 2))) == 2
 
 
 def test_all_that_is_missing_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

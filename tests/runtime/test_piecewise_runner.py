@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ostinato.runtime import cuda_graph_runner
+from ostinato.runtime.cuda_backend import graph_backend
 from ostinato.runtime.dummy_rows import PlanTarget, RowInfo, RowInputs
 from ostinato.runtime.graph_buckets import SlotLease
 from ostinato.runtime.graph_capture import aliased_outputs, capture_into_graph
@@ -25,7 +26,6 @@ from ostinato.runtime.piecewise_runner import (
     PiecewiseGraphKey,
 )
 from ostinato.runtime.static_buffers import GraphResources, Planner, StaticBuffers
-from ostinato.runtime.tape_graph import TapeBackend
 
 CPU = torch.device("cpu")
 SIZES = (1, 2, 4, 8)
@@ -69,9 +69,15 @@ def region_math(index: int, x: Tensor) -> dict[str, Tensor]:
 class Regions:
     """Several regions in one pool."""
 
-    def __init__(self, num_regions: int = 3, shapes: Sequence[tuple[int, int]] | None = None, **runner: Any) -> None:
-        self.backend, self.steps, self.runs = TapeBackend(), Steps(), Counter[tuple[int, int]]()
-        self.resources = GraphResources(self.backend, self.backend.new_pool(), StaticBuffers(CPU))
+    def __init__(
+        self,
+        num_regions: int = 3,
+        shapes: Sequence[tuple[int, int]] | None = None,
+        device: str = "cpu",
+        **runner: Any,
+    ) -> None:
+        self.backend, self.steps, self.runs = graph_backend(torch.device(device)), Steps(), Counter[tuple[int, int]]()
+        self.resources = GraphResources(self.backend, self.backend.new_pool(), StaticBuffers(self.backend.device))
         pairs = shapes or [(size, size) for size in SIZES]
         self.runners = [
             PiecewiseCudaGraphRunner(
@@ -83,7 +89,7 @@ class Regions:
                 ),
                 self.resources,
                 self.steps,
-                CPU,
+                self.backend.device,
                 None,
                 1,
                 **runner,
@@ -119,8 +125,8 @@ def replay_in_random_order(regions: Regions, num_orders: int) -> set[tuple[str, 
         generator.shuffle(pairs)
         for index, size in pairs:
             bs = generator.randrange(size // 2 + 1, size + 1)
-            x = torch.randn(bs, WIDTH)
-            exact = region_math(index, torch.cat((x, torch.zeros(size - bs, WIDTH))))
+            x = torch.randn(bs, WIDTH, device=regions.backend.device)
+            exact = region_math(index, torch.cat((x, x.new_zeros(size - bs, WIDTH))))
             kept[index, size] = regions.runners[index].run({"x": x}), {n: value[:bs] for n, value in exact.items()}
             for (region, _), (output, expected) in kept.items():
                 for name, value in expected.items():
@@ -130,9 +136,9 @@ def replay_in_random_order(regions: Regions, num_orders: int) -> set[tuple[str, 
     return wrong
 
 
-def test_regions_replay_in_any_order_from_one_pool() -> None:
+def test_regions_replay_in_any_order_from_one_pool(device: str) -> None:
     """B39: 100 random orders over 3 regions of 4 buckets; every output handed out stays until its own graph replays."""
-    regions = Regions().captured()
+    regions = Regions(device=device).captured()
     runs = Counter(regions.runs)
     assert set(runs.values()) == {PiecewiseCudaGraphRunner.NUM_WARMUP + 1}
     assert len(runs) == 12
@@ -144,14 +150,14 @@ def test_regions_replay_in_any_order_from_one_pool() -> None:
             assert aliased_outputs(regions.resources.pool, {**data.static_outputs, **data.static_inputs}) == []
 
 
-def test_negative_control_outputs_left_in_the_pool_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_negative_control_outputs_left_in_the_pool_are_found(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same replays fail by value where outputs stay in the pool, and the alias checker names those outputs."""
 
     def leave_in_pool(run: Any, warm_outputs: Any, pool: Any, device: Any, autocast_dtype: Any) -> Any:
         return capture_into_graph(run, pool, device, autocast_dtype)
 
     monkeypatch.setattr(cuda_graph_runner, "capture_with_static_outputs", leave_in_pool)
-    regions = Regions().captured()
+    regions = Regions(device=device).captured()
     wrong = replay_in_random_order(regions, 3)
     assert wrong, "a value was overwritten by another region's replay"
     flagged = {
@@ -164,13 +170,12 @@ def test_negative_control_outputs_left_in_the_pool_are_found(monkeypatch: pytest
     assert flagged == {(f"region{index}", name) for index in range(3) for name in ("y", "norm")}
 
 
-def test_scribbled_pool_memory_changes_no_output() -> None:
+def test_scribbled_pool_memory_changes_no_output(device: str) -> None:
     """Nothing that lives across replays is in the pool: NaN all over it, then replay."""
-    regions = Regions().captured()
-    x = torch.randn(3, WIDTH)
+    regions = Regions(device=device).captured()
+    x = torch.randn(3, WIDTH, device=device)
     before = [runner.run({"x": x})["y"] for runner in regions.runners]
-    for segment in regions.resources.pool._segments.values():  # type: ignore[attr-defined]
-        segment.view(torch.float32).fill_(torch.nan)
+    regions.backend.fill_pool(regions.resources.pool, 0xFF)
     after = [runner.run({"x": x})["y"] for runner in regions.runners]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
