@@ -27,8 +27,7 @@ class EngineConfig:
             leaves beside the weights. Never more than `max_num_seqs` full sequences can use.
         gpu_memory_utilization: share of the GPU's memory that the process may use, above 0 and up to 1.
         graphs: how decode steps run: "whole" (one graph), "piecewise" (one for the blocks, one for the head, one for
-            sampling), "off" (eagerly), or "auto": "off", until the recording on a GPU is proven. With graphs, a step
-            with a hook, a logits processor or a token mask is piecewise around it.
+            sampling), "off" (eagerly), or "auto": "whole" on a GPU, "off" on a CPU. With graphs, a step with a hook, a logits processor or a token mask is piecewise around it.
         capture: "startup", or "lazy": each bucket once it has been used for `graph_warmup_steps` steps.
         capture_sizes: batch sizes to capture; `max_num_seqs` is always one of them. None: 1, 2, 4, 8, then every
             multiple of 8 up to 256, of 16 up to 512, of 32 up to 1024 and so on.
@@ -37,6 +36,8 @@ class EngineConfig:
             rows; True with `graphs="off"` is an error.
         split_large_batches: a batch above the largest graph is run as several replays; False: eagerly.
         graph_memory_bytes: for all graphs together; buckets that do not fit are left out. None: no limit.
+        run_ahead: start a decode step that replays a graph before the tokens of the one before are looked at, which
+            hides the host's work; None: on a GPU.
         require_graphs: missing graphs are an error at start, and an eager decode step is one later.
 
     Raises:
@@ -56,6 +57,7 @@ class EngineConfig:
     enable_decode_graphs: bool | None = None
     split_large_batches: bool = True
     graph_memory_bytes: int | None = None
+    run_ahead: bool | None = None
     require_graphs: bool = False
 
     def __post_init__(self) -> None:
@@ -75,9 +77,9 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
-        for name in ("enable_decode_graphs", "split_large_batches", "require_graphs"):
+        for name in ("enable_decode_graphs", "split_large_batches", "run_ahead", "require_graphs"):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name == "enable_decode_graphs"):
+            if not isinstance(value, bool) and not (value is None and name in ("enable_decode_graphs", "run_ahead")):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         for name, choices in (("graphs", GRAPH_MODES), ("capture", CAPTURE_MODES)):
             if getattr(self, name) not in choices:

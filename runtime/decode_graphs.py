@@ -138,6 +138,10 @@ class DecodeGraphs:
                     self._capturer.capture_one(runner, own)
         return self.missing(path, key) is None
 
+    def has(self, path: Path, key: BucketKey) -> bool:
+        """Whether every graph of a bucket of a path is there."""
+        return path is not Path.EAGER and all(runner.has(runner_key(runner, key)) for runner in self._of(path, key))
+
     def missing(self, path: Path, key: BucketKey, cuts: Sequence[int] | None = None) -> Reason | None:
         """Why a bucket of a path is not there; of a piecewise step, the first region's reason.
 

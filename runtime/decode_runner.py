@@ -52,6 +52,22 @@ class DecodeResult:
     sampled: SampledTokens
 
 
+@dataclass(frozen=True)
+class Launched:
+    """Consecutive rows of a step that the device has been given, and not yet been waited for.
+
+    Attributes:
+        chunk: the rows, and how they run.
+        number: of the step, for `StepState.read`.
+        time: `time.perf_counter()` seconds when the host began with it.
+    """
+
+    chunk: Chunk
+    number: int
+    sampled: SampledTokens
+    time: float
+
+
 class DecodeRunner:
     """One object for all decode steps of an engine.
 
@@ -71,6 +87,7 @@ class DecodeRunner:
         self._num_captured = 0
         self._decided: dict[Batch, list[Chunk]] = {}
         self._decided_at: tuple[object, ...] = ()
+        self._last_finish = 0.0
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
@@ -142,27 +159,49 @@ class DecodeRunner:
             tried = [at for at, one in self._machines.items() if at[0] is Path.PIECEWISE and not one.is_enabled]
             for at in tried:
                 del self._machines[at]
-        results = []
-        for chunk in self.decide(self.batch_of(sequences)):
-            started = time.perf_counter()
-            done, result = self._run_chunk(chunk, sequences[chunk.start : chunk.stop])
-            results.append(result)
-            self.counters.count(done, time.perf_counter() - started)
-        return results
+        chunks = self.decide(self.batch_of(sequences))
+        return [self.finish(self._launch_chunk(chunk, sequences[chunk.start : chunk.stop])) for chunk in chunks]
 
-    def _run_chunk(self, chunk: Chunk, sequences: SequenceOf[Sequence]) -> tuple[Chunk, DecodeResult]:
-        key = chunk.key
+    def launch(self, sequences: SequenceOf[Sequence]) -> "Launched | None":
+        """Hand the device a step whose tokens `finish` waits for, so that another can be launched before.
+
+        None where the host has work within the step, or must see its outputs before the next one overwrites them: code
+        of users, log-probabilities, parts of a split batch, a step without graph. `run` is for these.
+
+        Raises:
+            GraphsRequiredError: as `run`.
+        """
+        if self.graphs is None or self.graphs.would_recut(self._hooks.layers):
+            return None
+        batch = self.batch_of(sequences)
+        if batch.eager_piece is not None or _wants_logprobs(batch):
+            return None
+        [first, *more] = self.decide(batch)
+        if more or first.key is None or not self.graphs.has(first.path, first.key):
+            return None
+        return self._launch_chunk(first, sequences)
+
+    def finish(self, launched: "Launched") -> DecodeResult:
+        """The tokens of a step that was handed to the device."""
+        tokens = self._pieces.state.read(launched.number, launched.chunk.num_rows)
+        now = time.perf_counter()
+        self.counters.count(launched.chunk, now - max(launched.time, self._last_finish))
+        self._last_finish = now
+        return DecodeResult(tokens, launched.sampled)
+
+    def _launch_chunk(self, chunk: Chunk, sequences: SequenceOf[Sequence]) -> "Launched":
+        now, key, state, sampler = time.perf_counter(), chunk.key, self._pieces.state, self._pieces.sampler
         if key is None:
             self._check_allowed(chunk)
-            return chunk, self._finish(self._run_rows(sequences), len(sequences))
-        state, sampler = self._pieces.state, self._pieces.sampler
+            sampled = self._run_rows(sequences)
+            return Launched(chunk, state.count_commit(), sampled, now)
         planned = chunk.path if chunk.path is not Path.EAGER else self._path(sequences)
         chunk = self._ready(chunk)
         self._check_allowed(chunk)
         with rows_in_front(state, sampler, chunk.start, chunk.stop, key.bs):
             done, outputs = self._run_bucket(chunk, planned, sequences)
             self._advance(planned, key)
-            return done, self._finish(_sampled(outputs, len(sequences)), len(sequences))
+            return Launched(done, state.count_commit(), _sampled(outputs, len(sequences)), now)
 
     def _run_bucket(self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence]) -> tuple[Chunk, dict[str, Tensor]]:
         """The outputs of a step on a bucket, and what it ran as: eagerly, where a replay failed."""
@@ -202,10 +241,6 @@ class DecodeRunner:
         sampled = pieces.sampler.sample(logits, state.positions[:n])
         pieces.commit(sampled.token_ids)
         return sampled
-
-    def _finish(self, sampled: SampledTokens, num_rows: int) -> DecodeResult:
-        state = self._pieces.state
-        return DecodeResult(state.read(state.count_commit(), num_rows), sampled)
 
     # Late captures and failures
 
@@ -310,9 +345,15 @@ def hook_rows(sequences: SequenceOf[Sequence]) -> tuple[HookRow, ...]:
 
 
 def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:
-    """The real rows of a step's outputs, which the next replay overwrites."""
+    """The real rows of a step's outputs; with log-probabilities a copy, as a split batch's next part overwrites them."""
     rows = {name: tensor[:num_rows] for name, tensor in outputs.items()}
+    if "logprobs" in rows:
+        rows = {name: tensor.clone() for name, tensor in rows.items()}
     return SampledTokens(**rows)
+
+
+def _wants_logprobs(batch: Batch) -> bool:
+    return isinstance(batch.cg_key_info, SampleRoad) and batch.cg_key_info.logprobs
 
 
 def _log_progress(done: int, total: int) -> None:

@@ -23,11 +23,11 @@ from .graph_reason import Path
 from .graph_report import GraphReport, coverage_lines, graph_report
 from .interventions import Hooks
 from .memory import memory_for
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, RunningStep, StepResult
 from .rank_agreement import graphs_required
 from .sampler import MAX_BANNED_IDS, Sampler
 from .sampling_params import SamplingParams
-from .scheduler import Scheduler
+from .scheduler import DecodeBatch, Scheduler
 from .sequence import FinishReason, Sequence, TokenLogprobs
 from .step_state import StepState
 from .text_stream import TextStream
@@ -90,6 +90,8 @@ class Engine:
         self._is_working = False
         self._is_torn = False
         self._doomed: list[Sequence] = []
+        self._runs_ahead = model.device.type == "cuda" if config.run_ahead is None else config.run_ahead
+        self._ahead: RunningStep | None = None
         self.decode_runner.start(capture_progress)
         for line in coverage_lines(self.decode_runner, config.max_num_seqs) if graphs is not None else ():
             logger.info("batch size %s", line.strip())
@@ -212,6 +214,7 @@ class Engine:
             return
         try:
             self._is_working = True
+            self._ahead = None
             for sequence in self._scheduler.admitted:
                 if isinstance(error, Exception) and not sequence.is_finished:
                     sequence.error = RequestError(what_failed("a step that this request was in", error))
@@ -234,11 +237,11 @@ class Engine:
 
     def _step(self) -> None:
         self._bury()
-        if not self._scheduler.has_work:
-            return
-        result = self._runner.run(self._scheduler.schedule())
+        result = self._next_result()
         now = time.perf_counter()
         for sequence, token_id, logprobs in zip(result.sequences, result.token_ids, result.logprobs, strict=True):
+            if sequence.is_finished:  # since the step was launched
+                continue
             if sequence.error is None:
                 self._accept(sequence, token_id, logprobs, now)
             if sequence.error is not None:
@@ -246,6 +249,33 @@ class Engine:
             if sequence.is_finished:
                 self._retire(sequence)
         self._bury()
+        if not self._scheduler.running:
+            self._wait_for_ahead()
+
+    def _next_result(self) -> StepResult:
+        """What the next batch computes.
+
+        Where the batch after it is known, that is launched before the wait for this one, so that the device works while
+        the host looks at tokens. A step that is launched early is right whatever the host finds: the device feeds itself, rows that have ended by
+        then compute tokens for nobody, and what changes their rows or blocks comes behind it in the stream.
+        """
+        step, self._ahead = self._ahead, None
+        if step is None:
+            if not self._scheduler.has_work:
+                return StepResult([], [], [])
+            batch = self._scheduler.schedule()
+            step = self._runner.launch(batch) if self._runs_ahead and isinstance(batch, DecodeBatch) else None
+            if step is None:
+                return self._runner.run(batch)
+        running = self._scheduler.running
+        if self._scheduler.decodes_next and not any(len(s.output_ids) + 1 >= s.max_tokens for s in running):
+            self._ahead = self._runner.launch(DecodeBatch(list(running)))
+        return self._runner.finish(step)
+
+    def _wait_for_ahead(self) -> None:
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            self._runner.finish(step)
 
     def _accept(self, sequence: Sequence, token_id: int, logprobs: TokenLogprobs | None, now: float) -> None:
         """Append a token, and find out whether it is the last one."""

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..model import AttentionMetadata, Decoder, KVCache
 from .decode_graphs import DecodeGraphs
 from .decode_pieces import DecodePieces
-from .decode_runner import DecodePolicy, DecodeRunner, run_blocks
+from .decode_runner import DecodePolicy, DecodeRunner, Launched, run_blocks
 from .graph_dispatch import Chunk
 from .graph_reason import Path, Reason
 from .interventions import HookRow, Hooks, edit_logits
@@ -26,6 +26,14 @@ class StepResult:
     sequences: list[Sequence]
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
+
+
+@dataclass(frozen=True)
+class RunningStep:
+    """A decode step on the device, of sequence `i` in row `i`; its tokens are still to come."""
+
+    sequences: list[Sequence]
+    launched: Launched
 
 
 class ModelRunner:
@@ -60,6 +68,21 @@ class ModelRunner:
     def run(self, batch: PrefillBatch | DecodeBatch) -> StepResult:
         """Compute the batch; a prompt that is not through yet yields no token."""
         return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
+
+    @torch.inference_mode()
+    def launch(self, batch: DecodeBatch) -> "RunningStep | None":
+        """Start a decode step without waiting for its tokens; None if that cannot be, and `run` is for it."""
+        launched = self.decode_runner.launch(batch.sequences)
+        if launched is None:
+            return None
+        for sequence in batch.sequences:
+            sequence.num_computed += 1
+        return RunningStep(batch.sequences, launched)
+
+    def finish(self, step: "RunningStep") -> StepResult:
+        """Wait for the tokens of a decode step."""
+        tokens = self.decode_runner.finish(step.launched).token_ids
+        return StepResult(step.sequences, tokens, [None] * len(tokens))
 
     @torch.inference_mode()
     def retire_row(self, source: int, target: int) -> None:

@@ -122,15 +122,26 @@ class Scheduler:
             sequence.blocks, sequence.row = [], None
         self.prefilling, self.running, self._leaving = [], [], []
 
+    @property
+    def decodes_next(self) -> bool:
+        """Whether the next batch is a decode step of those that run now, unless one of them ends before."""
+        return bool(self.running) and not self.prefilling and not self._has_room()
+
+    def _has_room(self) -> bool:
+        """Whether there is a sequence that waits, a row and the blocks for it."""
+        if not self.waiting or len(self.prefilling) + len(self.running) >= self._max_num_seqs:
+            return False
+        return self._num_blocks(self.waiting[0]) <= self._allocator.num_free
+
+    def _num_blocks(self, sequence: Sequence) -> int:
+        return -(-sequence.max_len // self._block_size)
+
     def _admit(self) -> None:
-        while self.waiting and len(self.prefilling) + len(self.running) < self._max_num_seqs:
-            num_blocks = -(-self.waiting[0].max_len // self._block_size)
-            if num_blocks > self._allocator.num_free:
-                return
+        while self._has_room():
             sequence = self.waiting[0]
             self.prefilling.append(sequence)
             sequence.start_time = time.perf_counter()
-            sequence.blocks = self._allocator.allocate(num_blocks)
+            sequence.blocks = self._allocator.allocate(self._num_blocks(sequence))
             self.waiting.popleft()
 
     def _chunks(self) -> list[PrefillChunk]:

@@ -196,7 +196,9 @@ def make_engine() -> Callable[..., Engine]:
     """`make_engine(model, eos=(), tokenizer=None, **sizes)`: an engine of 16-token blocks unless the sizes differ."""
 
     def make(model: Any, *, eos: tuple[int, ...] = (), tokenizer: Any = None, **sizes: Any) -> Engine:
-        config = EngineConfig(**({"block_size": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20} | sizes))
+        config = EngineConfig(
+            **({"block_size": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20, "run_ahead": False} | sizes)
+        )
         return Engine(model, config, tokenizer=tokenizer, eos_token_ids=eos)
 
     return make

@@ -185,7 +185,8 @@ def test_a_pool_without_one_block_is_refused_with_both_numbers(model_config: Mak
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("enable_decode_graphs", "no"), ("require_graphs", 1), ("split_large_batches", None)]
+    ("name", "value"),
+    [("enable_decode_graphs", "no"), ("require_graphs", 1), ("split_large_batches", None), ("run_ahead", 0)],
 )
 def test_switches_are_true_or_false(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=rf"^{name} must be True or False, got {value!r}"):
