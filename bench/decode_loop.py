@@ -8,8 +8,10 @@ replay of the step's graph takes, one after the other, in the same process; `lau
 in one step, from a profile.
 """
 
+import cProfile
 import gc
 import json
+import pstats
 import statistics
 import sys
 import time
@@ -72,6 +74,21 @@ def profile(engine: Engine, steps: int) -> dict[str, float]:
     return {name: round(count / steps, 2) for name, count in sorted(calls.items())}
 
 
+def host(engine: Engine, steps: int) -> dict[str, float]:
+    """Milliseconds of Python in one step, waits left out, and the functions that take most; the profiler doubles them."""
+    record = cProfile.Profile()
+    record.enable()
+    for _ in range(steps):
+        engine.step()
+    record.disable()
+    rows = []
+    for (file, _, name), (_, _, own, _, _) in pstats.Stats(record).stats.items():  # type: ignore[attr-defined]
+        if "synchronize" not in name:
+            rows.append((1e3 * own / steps, f"{Path(file).name}:{name}"))
+    rows.sort(reverse=True)
+    return {"all": round(sum(ms for ms, _ in rows), 3)} | {name: round(ms, 3) for ms, name in rows[:14]}
+
+
 def bare_replay(engine: Engine) -> float:
     """Milliseconds of a replay of the whole step's graph, back to back; rows go on decoding."""
     graphs = engine.decode_runner.graphs
@@ -116,6 +133,7 @@ def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, 
     report = engine.graph_report()
     cell |= {"capture_s": round(report.seconds, 3), "graph_bytes": report.num_bytes, "missing": list(report.missing)}
     cell["launches"] = profile(engine, 10)
+    cell["host_ms"] = host(engine, 10)
     if mode == "whole":
         cell["replay"] = round(bare_replay(engine), 4)
     return cell

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from .graph_backend import GraphBackend
+from .graph_backend import GraphBackend, collector_off
 from .graph_buckets import BucketKey
-from .graph_capture import collector_off
 from .graph_reason import Reason
 from .rank_agreement import agree_across_ranks, barrier
 

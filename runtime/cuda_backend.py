@@ -1,21 +1,29 @@
 """Recording CUDA graphs through torch, with what torch leaves undone after a capture that failed."""
 
 import contextlib
+import ctypes
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .graph_backend import Event, Graph, GraphBackend, GraphPool, Stream
+from .graph_backend import Event, Graph, GraphBackend, GraphPool, Stream, collector_off
 
 
 @dataclass(frozen=True, eq=False)
 class CudaPool:
-    """A private pool of torch's caching allocator."""
+    """A private pool of torch's caching allocators.
+
+    Attributes:
+        anchor: a graph of nothing that is recorded into the pool first and lives as long as it does. Without, a pool
+            whose last graph is gone could not be recorded into again: torch's allocator of pinned memory refuses it.
+    """
 
     backend: "CudaBackend"
     handle: Any
+    anchor: torch.cuda.CUDAGraph
 
 
 class _Bytes:
@@ -39,9 +47,16 @@ class CudaBackend(GraphBackend):
         self._index = index
         self._capture_stream = torch.cuda.Stream(self.device)
         self._outer_stream: torch.cuda.Stream | None = None
+        self._recording: torch.cuda.CUDAGraph | None = None
+        self._nothing = torch.zeros(1, device=self.device)
 
     def new_pool(self) -> GraphPool:
-        return CudaPool(self, torch.cuda.graph_pool_handle())
+        pool = CudaPool(self, torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(keep_graph=True))
+        with collector_off():
+            self.begin(pool.anchor, pool)
+            self._nothing.zero_()
+            self.end(pool.anchor)
+        return pool
 
     def new_graph(self) -> Graph:
         return torch.cuda.CUDAGraph(keep_graph=True)
@@ -52,12 +67,14 @@ class CudaBackend(GraphBackend):
         torch.cuda.synchronize(self.device)
         self._outer_stream = torch.cuda.current_stream(self.device)
         torch.cuda.set_stream(self._capture_stream)
+        self._recording = graph
         # Other threads may copy and allocate meanwhile: only this one records.
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
 
     def end(self, graph: Graph) -> None:
         assert isinstance(graph, torch.cuda.CUDAGraph), "a backend records its own graphs"
         graph.capture_end()
+        self._recording = None
         self._restore_stream()
 
     def instantiate(self, graph: Graph) -> None:
@@ -65,13 +82,22 @@ class CudaBackend(GraphBackend):
         graph.instantiate()
 
     def abandon(self, graph: Graph, pool: GraphPool) -> None:
-        """Three things survive a failed capture in torch: the stream that records, the allocator's routing of this
-        stream's tensors into the pool with a claim on the pool, and the current stream. Each is undone if it is there.
+        """What survives a failed capture in torch: the stream that records, the allocators' routing of its tensors into
+        the pool with a claim on it, the random generator's belief in a capture, and the current stream.
         """
         assert isinstance(graph, torch.cuda.CUDAGraph), "a backend abandons its own graphs"
         assert isinstance(pool, CudaPool), "a backend abandons its own graphs"
-        with torch.cuda.stream(self._capture_stream), contextlib.suppress(RuntimeError):
-            graph.capture_end()  # reports the failure again; where it reaches its end, it stops the routing itself
+        if self._recording is graph:
+            with torch.cuda.stream(self._capture_stream), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an empty graph
+                try:
+                    graph.capture_end()
+                except RuntimeError:
+                    # An invalid capture ends before torch has undone its own part. An empty one in its place lets it.
+                    _begin_capture(self._capture_stream)
+                    with contextlib.suppress(RuntimeError):
+                        graph.capture_end()
+            self._recording = None
         with contextlib.suppress(RuntimeError):  # raised when nothing was routed any more
             torch._C._cuda_endAllocateToPool(self._index, pool.handle)
             torch._C._cuda_releasePool(self._index, pool.handle)
@@ -138,6 +164,13 @@ class CudaBackend(GraphBackend):
             yield
         finally:
             torch.cuda.nvtx.range_pop()
+
+
+def _begin_capture(stream: torch.cuda.Stream) -> None:
+    """Record on a stream past torch, by the driver, which torch does not offer; for this thread's calls alone."""
+    thread_local = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1").cuStreamBeginCapture_v2(ctypes.c_void_p(stream.cuda_stream), thread_local)
 
 
 def graph_backend(device: torch.device) -> GraphBackend:

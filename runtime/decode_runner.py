@@ -345,7 +345,7 @@ def hook_rows(sequences: SequenceOf[Sequence]) -> tuple[HookRow, ...]:
 
 
 def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:
-    """The real rows of a step's outputs; with log-probabilities a copy, as a split batch's next part overwrites them."""
+    """The real rows of a step's outputs; a copy where they matter, as a split batch's next part overwrites them."""
     rows = {name: tensor[:num_rows] for name, tensor in outputs.items()}
     if "logprobs" in rows:
         rows = {name: tensor.clone() for name, tensor in rows.items()}

@@ -256,8 +256,9 @@ class Engine:
         """What the next batch computes.
 
         Where the batch after it is known, that is launched before the wait for this one, so that the device works while
-        the host looks at tokens. A step that is launched early is right whatever the host finds: the device feeds itself, rows that have ended by
-        then compute tokens for nobody, and what changes their rows or blocks comes behind it in the stream.
+        the host looks at tokens. Such a step is right whatever the host finds: the device feeds itself, rows that have
+        ended by then compute tokens for nobody, and whatever changes a row or gives its blocks to others comes behind
+        the step in the stream.
         """
         step, self._ahead = self._ahead, None
         if step is None:

@@ -1,7 +1,9 @@
 """What the capture machinery needs of a device: graphs, pools of memory, streams and events."""
 
+import contextlib
+import gc
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -119,3 +121,17 @@ class GraphBackend(ABC):
     @abstractmethod
     def range_marker(self, name: str) -> AbstractContextManager[object]:
         """Name the body's work in a profiler's timeline."""
+
+
+@contextlib.contextmanager
+def collector_off() -> Iterator[None]:
+    """Collect garbage once and then none, until the body ends; within another such body, do nothing."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

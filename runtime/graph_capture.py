@@ -1,7 +1,6 @@
 """Making one graph: the capture itself, its cleaning up after a failure, and outputs outside the pool."""
 
 import contextlib
-import gc
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -10,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from .graph_backend import CaptureError, Graph, GraphPool
+from .graph_backend import CaptureError, Graph, GraphPool, collector_off
 
 T = TypeVar("T")
 
@@ -109,20 +108,6 @@ def _addresses(tensor: Tensor) -> range:
 
 def _overlap(a: range, b: range) -> bool:
     return max(a.start, b.start) < min(a.stop, b.stop)
-
-
-@contextlib.contextmanager
-def collector_off() -> Iterator[None]:
-    """Collect garbage once and then none, until the body ends; within another such body, do nothing."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @contextlib.contextmanager

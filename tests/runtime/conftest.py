@@ -197,7 +197,16 @@ def make_engine() -> Callable[..., Engine]:
 
     def make(model: Any, *, eos: tuple[int, ...] = (), tokenizer: Any = None, **sizes: Any) -> Engine:
         config = EngineConfig(
-            **({"block_size": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20, "run_ahead": False} | sizes)
+            **(
+                {
+                    "block_size": 16,
+                    "max_num_seqs": 8,
+                    "kv_cache_memory_bytes": 1 << 20,
+                    "run_ahead": False,
+                    "graphs": "off",
+                }
+                | sizes
+            )
         )
         return Engine(model, config, tokenizer=tokenizer, eos_token_ids=eos)
 

@@ -153,13 +153,14 @@ def test_a_step_in_flight_survives_ctrl_c(engine: Make, monkeypatch: pytest.Monk
     queue(one, REQUESTS[:3])
     for _ in range(4):
         one.step()
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
 
-        def interrupt(*args: Any) -> Any:
-            raise KeyboardInterrupt
+    def interrupt(*args: Any) -> Any:
+        raise KeyboardInterrupt
 
+    with monkeypatch.context() as patched:
         patched.setattr(one.decode_runner, "finish", interrupt)
-        one.step()
+        with pytest.raises(KeyboardInterrupt):
+            one.step()
     while one.has_work:
         one.step()
     again, fresh = queue(one, REQUESTS), engine()
