@@ -75,7 +75,7 @@ def profile(engine: Engine, steps: int) -> dict[str, float]:
 
 
 def host(engine: Engine, steps: int) -> dict[str, float]:
-    """Milliseconds of Python in one step, waits left out, and the functions that take most; the profiler doubles them."""
+    """Milliseconds of Python in one step without waits, and the functions that take most; the profiler doubles them."""
     record = cProfile.Profile()
     record.enable()
     for _ in range(steps):

@@ -8,8 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .graph_backend import GraphBackend, collector_off
-from .graph_buckets import BucketKey
+from .graph_backend import GraphBackend, GraphPool, collector_off
+from .graph_buckets import BucketKey, CudaGraphSlot
+from .graph_ledger import GraphLedger, LedgerEntry
+from .graph_nodes import GraphCounts
 from .graph_reason import Reason
 from .rank_agreement import agree_across_ranks, barrier
 
@@ -17,11 +19,16 @@ logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 
+COUNTED = ("nodes", "edges", "programmatic_edges")
+
 
 class CapturingRunner(Protocol):
     """What captures need of a runner; a bucket is all of its graph slots or nothing."""
 
     name: str
+
+    @property
+    def pool(self) -> GraphPool: ...
 
     def bucket_keys(self) -> list[BucketKey]:
         """In the order of the configs, equal on every rank."""
@@ -29,6 +36,8 @@ class CapturingRunner(Protocol):
     def warm_up(self, key: BucketKey) -> None: ...
     def capture(self, key: BucketKey) -> None: ...
     def drop(self, key: BucketKey, reason: Reason, detail: str) -> None: ...
+    def slots(self, key: BucketKey) -> list[CudaGraphSlot]: ...
+    def own_output_bytes(self, key: BucketKey) -> int: ...
     def finish_capture(self) -> None: ...
 
 
@@ -57,12 +66,13 @@ class Capturer:
         self._device = device
         self._comm_group = comm_group
         self._budget_bytes = budget_bytes
-        self._used_bytes = 0
+        self.ledger = GraphLedger()
+        self._warm_seconds: dict[tuple[str, BucketKey], float] = {}
 
     def warm_up(self, runners: Iterable[CapturingRunner]) -> None:
         """Run every bucket eagerly, largest first, so that captures may come late and compile nothing."""
         for runner, key in _largest_first(runners):
-            self._try(runner, key, runner.warm_up)
+            self._warm_up(runner, key)
 
     def capture(
         self, runners: Sequence[CapturingRunner], *, warm: bool = False, progress: Progress | None = None
@@ -80,7 +90,7 @@ class Capturer:
         captured: set[tuple[str, BucketKey]] = set()
         with collector_off():
             for index, (runner, key) in enumerate(todo):
-                is_warm = warm or self._try(runner, key, runner.warm_up)
+                is_warm = warm or self._warm_up(runner, key)
                 # As many barriers on every rank, whatever failed where; no work is left running when a capture begins.
                 self._backend.synchronize()
                 barrier(self._comm_group)
@@ -91,16 +101,13 @@ class Capturer:
         for runner in runners:
             self._agree(runner, captured)
             runner.finish_capture()
-        return CaptureSummary(
-            num_captured=len(captured),
-            num_buckets=len(todo),
-            seconds=time.perf_counter() - started,
-            num_bytes=max(0, self._backend.memory_bytes() - before),
-        )
+        num_bytes = max(0, self._backend.memory_bytes() - before)
+        self.ledger.device_bytes += num_bytes
+        return CaptureSummary(len(captured), len(todo), time.perf_counter() - started, num_bytes)
 
     def capture_one(self, runner: CapturingRunner, key: BucketKey) -> bool:
         """Warm up and capture one bucket; every rank does so at the same step."""
-        is_warm = self._try(runner, key, runner.warm_up)
+        is_warm = self._warm_up(runner, key)
         self._backend.synchronize()
         barrier(self._comm_group)
         is_captured = is_warm and self._capture_within_budget(runner, key)
@@ -110,18 +117,44 @@ class Capturer:
         runner.finish_capture()
         return agreed
 
+    def _warm_up(self, runner: CapturingRunner, key: BucketKey) -> bool:
+        started = time.perf_counter()
+        is_warm = self._try(runner, key, runner.warm_up)
+        self._warm_seconds[runner.name, key] = time.perf_counter() - started
+        return is_warm
+
     def _capture_within_budget(self, runner: CapturingRunner, key: BucketKey) -> bool:
-        before = self._backend.memory_bytes()
+        used, pool, held = self._account(runner)
+        started = time.perf_counter()
         if not self._try(runner, key, runner.capture):
             return False
-        used = self._used_bytes + self._backend.memory_bytes() - before
-        if self._budget_bytes is None or used <= self._budget_bytes:
-            self._used_bytes = used
+        seconds = time.perf_counter() - started
+        used_after, pool_after, held_after = self._account(runner)
+        counts = [self._backend.count_nodes(slot.graph) for slot in runner.slots(key)]
+        entry = LedgerEntry(
+            runner=runner.name,
+            key_info="" if key.cg_key_info is None else str(key.cg_key_info),
+            batch_size=key.bs,
+            pool_bytes=pool_after - pool,
+            driver_bytes=(used_after - used) - (held_after - held),
+            output_bytes=runner.own_output_bytes(key),
+            counts=GraphCounts(*(_sum(getattr(one, name) for one in counts) for name in COUNTED)),
+            warm_up_seconds=self._warm_seconds.pop((runner.name, key), 0.0),
+            capture_seconds=seconds,
+        )
+        total = self.ledger.graph_bytes + entry.graph_bytes
+        if self._budget_bytes is None or total <= self._budget_bytes:
+            self.ledger.entries.append(entry)
             return True
-        detail = f"{used} bytes of graphs are above the budget of {self._budget_bytes}"
+        detail = f"{total} bytes of graphs are above the budget of {self._budget_bytes}"
         runner.drop(key, Reason.OVER_BUDGET, detail)
         logger.warning("%s: no graph for batch size %d: %s", runner.name, key.bs, detail)
         return False
+
+    def _account(self, runner: CapturingRunner) -> tuple[int, int, int]:
+        """Bytes of the device in use, of the pool, and of all that the allocator holds."""
+        backend = self._backend
+        return backend.memory_bytes(), backend.pool_bytes(runner.pool), backend.allocator_bytes()
 
     def _try(self, runner: CapturingRunner, key: BucketKey, work: Callable[[BucketKey], None]) -> bool:
         try:
@@ -150,6 +183,11 @@ class Capturer:
                 captured.discard((runner.name, key))
                 runner.drop(key, Reason.RANK_DISAGREED, "another rank has no graph for it")
                 logger.error("%s: batch size %d is dropped: another rank has no graph for it", runner.name, key.bs)
+
+
+def _sum(numbers: Iterable[int | None]) -> int | None:
+    known = list(numbers)
+    return None if None in known else sum(n for n in known if n is not None)
 
 
 def _largest_first(runners: Iterable[CapturingRunner]) -> list[tuple[CapturingRunner, BucketKey]]:

@@ -3,27 +3,54 @@
 import contextlib
 import ctypes
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .graph_backend import Event, Graph, GraphBackend, GraphPool, Stream, collector_off
+from .graph_backend import Event, Graph, GraphBackend, GraphPool, Stream
+from .graph_nodes import GraphCounts, GraphNode, count_cuda_graph, cuda_graph_nodes
 
 
-@dataclass(frozen=True, eq=False)
 class CudaPool:
     """A private pool of torch's caching allocators.
 
-    Attributes:
-        anchor: a graph of nothing that is recorded into the pool first and lives as long as it does. Without, a pool
-            whose last graph is gone could not be recorded into again: torch's allocator of pinned memory refuses it.
+    Torch gives a pool's memory back when its last graph is gone, and cannot record into that pool again. So it gets
+    another name then.
     """
 
-    backend: "CudaBackend"
-    handle: Any
-    anchor: torch.cuda.CUDAGraph
+    def __init__(self, backend: "CudaBackend") -> None:
+        self.backend = backend
+        self._graphs: weakref.WeakSet[_CudaGraph] = weakref.WeakSet()
+        self._handle = torch.cuda.graph_pool_handle()
+
+    @property
+    def handle(self) -> Any:
+        return self._handle
+
+    def join(self, graph: "_CudaGraph") -> Any:
+        """The handle to record a graph with, which belongs to the pool from now on."""
+        if not self._graphs:
+            self._handle = torch.cuda.graph_pool_handle()
+        self._graphs.add(graph)
+        graph.pool_joined = self
+        return self._handle
+
+    def leave(self, graph: "_CudaGraph") -> None:
+        self._graphs.discard(graph)
+
+
+class _CudaGraph(torch.cuda.CUDAGraph):
+    """Leaves its pool when it is reset."""
+
+    pool_joined: CudaPool | None = None
+
+    def reset(self) -> None:
+        super().reset()
+        if self.pool_joined is not None:
+            self.pool_joined.leave(self)
+            self.pool_joined = None
 
 
 class _Bytes:
@@ -47,45 +74,39 @@ class CudaBackend(GraphBackend):
         self._index = index
         self._capture_stream = torch.cuda.Stream(self.device)
         self._outer_stream: torch.cuda.Stream | None = None
-        self._recording: torch.cuda.CUDAGraph | None = None
-        self._nothing = torch.zeros(1, device=self.device)
+        self._recording: _CudaGraph | None = None
 
     def new_pool(self) -> GraphPool:
-        pool = CudaPool(self, torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph(keep_graph=True))
-        with collector_off():
-            self.begin(pool.anchor, pool)
-            self._nothing.zero_()
-            self.end(pool.anchor)
-        return pool
+        return CudaPool(self)
 
     def new_graph(self) -> Graph:
-        return torch.cuda.CUDAGraph(keep_graph=True)
+        return _CudaGraph(keep_graph=True)
 
     def begin(self, graph: Graph, pool: GraphPool) -> None:
-        assert isinstance(graph, torch.cuda.CUDAGraph), "a backend records its own graphs"
+        assert isinstance(graph, _CudaGraph), "a backend records its own graphs"
         assert isinstance(pool, CudaPool), "a backend records its own graphs"
         torch.cuda.synchronize(self.device)
         self._outer_stream = torch.cuda.current_stream(self.device)
         torch.cuda.set_stream(self._capture_stream)
         self._recording = graph
         # Other threads may copy and allocate meanwhile: only this one records.
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        graph.capture_begin(pool=pool.join(graph), capture_error_mode="thread_local")
 
     def end(self, graph: Graph) -> None:
-        assert isinstance(graph, torch.cuda.CUDAGraph), "a backend records its own graphs"
+        assert isinstance(graph, _CudaGraph), "a backend records its own graphs"
         graph.capture_end()
         self._recording = None
         self._restore_stream()
 
     def instantiate(self, graph: Graph) -> None:
-        assert isinstance(graph, torch.cuda.CUDAGraph), "a backend records its own graphs"
+        assert isinstance(graph, _CudaGraph), "a backend records its own graphs"
         graph.instantiate()
 
     def abandon(self, graph: Graph, pool: GraphPool) -> None:
         """What survives a failed capture in torch: the stream that records, the allocators' routing of its tensors into
         the pool with a claim on it, the random generator's belief in a capture, and the current stream.
         """
-        assert isinstance(graph, torch.cuda.CUDAGraph), "a backend abandons its own graphs"
+        assert isinstance(graph, _CudaGraph), "a backend abandons its own graphs"
         assert isinstance(pool, CudaPool), "a backend abandons its own graphs"
         if self._recording is graph:
             with torch.cuda.stream(self._capture_stream), warnings.catch_warnings():
@@ -140,6 +161,17 @@ class CudaBackend(GraphBackend):
         """By the driver's account, so that executables of graphs count beside tensors."""
         free, total = torch.cuda.mem_get_info(self.device)
         return total - free
+
+    def allocator_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self.device)
+
+    def count_nodes(self, graph: Graph) -> GraphCounts:
+        assert isinstance(graph, _CudaGraph), "a backend looks at its own graphs"
+        return count_cuda_graph(graph.raw_cuda_graph())
+
+    def nodes(self, graph: Graph) -> tuple[GraphNode, ...] | None:
+        assert isinstance(graph, _CudaGraph), "a backend looks at its own graphs"
+        return cuda_graph_nodes(graph.raw_cuda_graph())
 
     def pool_ranges(self, pool: GraphPool) -> Sequence[range]:
         assert isinstance(pool, CudaPool), "a backend knows its own pools"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .bucket_capture import Capturer
 from .dummy_rows import DummyRowPool, PlanTarget, RowInfo, RowInputs, StepRunner, dummy_metadata
-from .graph_backend import Event, Stream
+from .graph_backend import Event, GraphPool, Stream
 from .graph_buckets import (
     BucketKey,
     CaptureSpec,
@@ -26,6 +26,8 @@ from .graph_buckets import (
 from .graph_capture import autocast_scope, capture_with_static_outputs
 from .graph_reason import Reason
 from .static_buffers import GraphResources
+
+_UNMARKED = nullcontext()
 
 
 class GraphSubmodule(Protocol):
@@ -159,17 +161,21 @@ class CudaGraphRunner:
                 made.graph.reset()
             raise
         self._buckets[key] = CudaGraphBucket(self._configs[config_idx], config_idx, slots)
-        self._selected.clear()
+        self._changed()
 
     def drop(self, key: BucketKey, reason: Reason, detail: str) -> None:
         """Do without a bucket from now on."""
         bucket = self._buckets.pop(key, None)
-        self._selected.clear()
+        self._changed()
         for slot in bucket.slots if bucket is not None else ():
             slot.graph.reset()
         if key not in self.drop_reasons:
             self.dropped_buckets.append(key)
         self.drop_reasons[key] = (reason, detail)
+
+    def _changed(self) -> None:
+        self._selected.clear()
+        self._resources.changes.count += 1
 
     def finish_capture(self) -> None:
         """Captures are over: give back what only they needed."""
@@ -189,13 +195,24 @@ class CudaGraphRunner:
         """The captured graphs of a bucket; none if it has none."""
         return self._buckets[key].slots if key in self._buckets else []
 
+    def own_output_bytes(self, key: BucketKey) -> int:
+        """Of a bucket's static outputs, those that no claimed buffer holds."""
+        claimed = {b.untyped_storage().data_ptr() for b in self._resources.buffers.tensors.values()}
+        outputs = [tensor for slot in self.slots(key) for tensor in slot.static_outputs.values()]
+        return sum(t.nbytes for t in outputs if t.untyped_storage().data_ptr() not in claimed)
+
+    @property
+    def pool(self) -> GraphPool:
+        """The memory of all its graphs."""
+        return self._resources.pool
+
     def release_graphs(self) -> None:
         """Forget every graph: the runner is not used any more."""
         for bucket in self._buckets.values():
             for slot in bucket.slots:
                 slot.graph.reset()
         self._buckets.clear()
-        self._selected.clear()
+        self._changed()
 
     def captures_walk(self, graph_walk: str) -> bool:
         """Whether any graph replays this walk."""
@@ -363,7 +380,7 @@ class CudaGraphRunner:
         return autocast_scope(self._autocast_dtype, self._device.type)
 
     def _marked(self, what: str) -> AbstractContextManager[object]:
-        return self._resources.backend.range_marker(f"{self.name} {what}") if self._nvtx else nullcontext()
+        return self._resources.backend.range_marker(f"{self.name} {what}") if self._nvtx else _UNMARKED
 
 
 def stage(static_inputs: Mapping[str, Tensor], name: str, value: Tensor) -> None:

@@ -2,8 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from ..model.decoder import Preamble
 from .bucket_capture import Capturer, CaptureSummary, Progress
 from .cuda_graph_runner import CudaGraphRunner
 from .decode_pieces import (
+    BLOCKS_IN,
     BLOCKS_OUT,
     GRAPH_ROADS,
     WALK,
@@ -70,6 +71,24 @@ class GraphSettings:
     enable_nvtx: bool = False
 
 
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A piece of a step on one bucket: the preamble, a region, or a place where users' code may come in.
+
+    Attributes:
+        values: what it reads, or what users see there.
+        layer: of a hook; None for all else.
+        is_logits: the place of logits processors and masks.
+        region: what replays; None for the preamble and for places.
+    """
+
+    values: Tensor
+    layer: int | None = None
+    is_logits: bool = False
+    region: PiecewiseCudaGraphRunner | None = None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+
 class DecodeGraphs:
     """Everything that replays decode steps of one engine: one pool, one set of buffers.
 
@@ -104,6 +123,10 @@ class DecodeGraphs:
         self.blocks: list[PiecewiseCudaGraphRunner] = []
         self.cuts: tuple[int, ...] = ()
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
+        self._steps: dict[BucketKey, list[_Piece]] = {}
+        self._steps_cuts: tuple[int, ...] = ()
+        self._whole_buckets: dict[tuple[Path, BucketKey], bool] = {}
+        self._whole_buckets_at: tuple[object, ...] = ()
         self._set_cuts(())
         for runner in self.runners:
             runner.prepare_for_capture()
@@ -140,7 +163,15 @@ class DecodeGraphs:
 
     def has(self, path: Path, key: BucketKey) -> bool:
         """Whether every graph of a bucket of a path is there."""
-        return path is not Path.EAGER and all(runner.has(runner_key(runner, key)) for runner in self._of(path, key))
+        if self._whole_buckets_at != self.state:
+            self._whole_buckets, self._whole_buckets_at = {}, self.state
+        at = path, key
+        if at not in self._whole_buckets:
+            runners = [] if path is Path.EAGER else self._of(path, key)
+            self._whole_buckets[at] = (
+                bool(runners) and at not in self._failed and all(one.has(runner_key(one, key)) for one in runners)
+            )
+        return self._whole_buckets[at]
 
     def missing(self, path: Path, key: BucketKey, cuts: Sequence[int] | None = None) -> Reason | None:
         """Why a bucket of a path is not there; of a piecewise step, the first region's reason.
@@ -163,9 +194,8 @@ class DecodeGraphs:
 
     @property
     def state(self) -> tuple[object, ...]:
-        """What changes whenever `missing` may answer otherwise than before."""
-        regions = tuple((runner.label, len(runner.drop_reasons)) for runner in self.regions)
-        return len(self.whole.drop_reasons), regions, len(self._failed)
+        """What changes whenever `missing` or `has` may answer otherwise than before."""
+        return self.resources.changes.count, len(self._failed), self.cuts
 
     def drops(self) -> list[str]:
         """Each missing bucket in a sentence."""
@@ -261,10 +291,11 @@ class DecodeGraphs:
         *,
         eager: bool,
         at_layer: Callable[[int, Tensor], None],
-        at_logits: Callable[[Tensor], None],
+        at_logits: Callable[[Tensor], None] | None,
         replay_failed: Callable[[Exception], None],
+        begun: int = 0,
     ) -> dict[str, Tensor]:
-        """A step on a bucket, region by region.
+        """A step on a bucket, piece by piece.
 
         A region whose replay fails has its inputs still, since none writes to them: it runs eagerly, and so do those
         after it. What ran before, users' code above all, does not run again.
@@ -272,41 +303,81 @@ class DecodeGraphs:
         Args:
             eager: run the Python of the regions, on the same buffers.
             at_layer: called with (layer, hidden states of the real rows) at each cut.
-            at_logits: called with the logits of the real rows.
+            at_logits: called with the logits of the real rows; None: nobody wants them.
             replay_failed: called with what a replay raised; may raise itself, where no step may be eager.
+            begun: pieces that `begin_piecewise` has run.
         """
-        get, pieces = self.resources.buffers.get, self.pieces
-        names = ("blocks.in", "preamble.cos", "preamble.sin", "preamble.slot_mapping")
-        preamble = pieces.preamble(key.bs, out=Preamble(*(get(name, key.bs) for name in names)))
-        context = {"cos": preamble.cos, "sin": preamble.sin, "slot_mapping": preamble.slot_mapping}
+        output = PiecewiseOutput({}, num_rows)
+        for piece in self._step_of(key)[begun:]:
+            if piece.layer is not None:
+                at_layer(piece.layer, piece.values[:num_rows])
+            elif piece.region is None and piece.is_logits:
+                if at_logits is not None:
+                    at_logits(piece.values[:num_rows])
+            elif piece.region is None:
+                self._run_preamble(key)
+            else:
+                if not eager:
+                    try:
+                        output = piece.region.run_in_place(runner_key(piece.region, key), num_rows)
+                        continue
+                    except Exception as error:
+                        replay_failed(error)
+                        eager = True
+                output = piece.region.run_eager(piece.inputs, key.bs, num_rows)
+        return {name: output.get_view(name) for name in output}  # type: ignore[misc]
 
-        def run(region: PiecewiseCudaGraphRunner, inputs: dict[str, Tensor]) -> PiecewiseOutput:
-            nonlocal eager
-            if not eager:
-                try:
-                    return region.run(inputs, real_bs=num_rows)
-                except Exception as error:
-                    replay_failed(error)
-                    eager = True
-            return region.run_eager(inputs, key.bs, num_rows)
+    def begin_piecewise(self, key: BucketKey, num_rows: int, replay_failed: Callable[[Exception], object]) -> int:
+        """Run a step up to the first place where users' code may come in; returns how many pieces that were.
 
-        hidden, layer = preamble.hidden, 0
-        for region, span in zip(self.blocks, block_spans(pieces.num_layers, self.cuts), strict=True):
-            layer = span[0]
-            if layer in self.cuts:
-                at_layer(layer, hidden[:num_rows])
-            run(region, {"hidden": hidden, **context})
+        Nothing is committed by them, so that the step may as well be run from its start: keys and values go to the
+        same places again. 0 if a replay failed.
+        """
+        for done, piece in enumerate(self._step_of(key)):
+            if piece.layer is not None or piece.is_logits:
+                return done
+            if piece.region is None:
+                self._run_preamble(key)
+                continue
+            try:
+                piece.region.run_in_place(runner_key(piece.region, key), num_rows)
+            except Exception as error:
+                replay_failed(error)
+                return 0
+        raise AssertionError("logits come before the end of a step")
+
+    def _run_preamble(self, key: BucketKey) -> None:
+        get = self.resources.buffers.get
+        names = (BLOCKS_IN, "preamble.cos", "preamble.sin", "preamble.slot_mapping")
+        self.pieces.preamble(key.bs, out=Preamble(*(get(name, key.bs) for name in names)))
+
+    def _step_of(self, key: BucketKey) -> "list[_Piece]":
+        """The pieces of a step on a bucket as the blocks are cut now."""
+        if self._steps_cuts != self.cuts:
+            self._steps, self._steps_cuts = {}, self.cuts
+        if key not in self._steps:
+            self._steps[key] = self._make_step(key)
+        return self._steps[key]
+
+    def _make_step(self, key: BucketKey) -> "list[_Piece]":
+        get, num_layers = self.resources.buffers.get, self.pieces.num_layers
+        hidden, logits = get(BLOCKS_IN, key.bs), get("sample.logits", key.bs)
+        context = {name: get(f"preamble.{name}", key.bs) for name in ("cos", "sin", "slot_mapping")}
+        step = [_Piece(hidden)]
+        for region, span in zip(self.blocks, block_spans(num_layers, self.cuts), strict=True):
+            if span[0] in self.cuts:
+                step.append(_Piece(hidden, layer=span[0]))
+            step.append(_Piece(hidden, region=region, inputs={"hidden": hidden, **context}))
             hidden = get(span[3], key.bs)
-        if pieces.num_layers in self.cuts:
-            at_layer(pieces.num_layers, hidden[:num_rows])
-        assert hidden.data_ptr() == get(BLOCKS_OUT, key.bs).data_ptr(), "the last region ends in the head's input"
-        run(self.head, {"hidden": hidden})
-        logits = get("sample.logits", key.bs)
-        at_logits(logits[:num_rows])
+        if num_layers in self.cuts:
+            step.append(_Piece(hidden, layer=num_layers))
+        assert hidden is get(BLOCKS_OUT, key.bs), "the last region ends in the head's input"
         assert isinstance(key.cg_key_info, SampleRoad), "decode buckets are keyed by what sampling needs"
-        sampled = run(self.samples[key.cg_key_info], {"logits": logits})
-        views = {name: sampled.get_view(name) for name in sampled}
-        return {name: view for name, view in views.items() if view is not None}
+        sample = self.samples[key.cg_key_info]
+        step.append(_Piece(hidden, region=self.head, inputs={"hidden": hidden}))
+        step.append(_Piece(logits, is_logits=True))
+        step.append(_Piece(logits, region=sample, inputs={"logits": logits}))
+        return step
 
     def _region(self, label: str, config: Any) -> PiecewiseCudaGraphRunner:
         return PiecewiseCudaGraphRunner(

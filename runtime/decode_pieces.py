@@ -41,13 +41,16 @@ class DecodePieces:
         self.kv_cache = kv_cache
         self.state = state
         self.sampler = sampler
+        self._metadata: dict[int, AttentionMetadata] = {}
 
     @property
     def num_layers(self) -> int:
         return self.model.config.num_layers
 
     def metadata(self, rows: int) -> AttentionMetadata:
-        return AttentionMetadata(self.state.block_tables[:rows], self.state.seq_lens[:rows])
+        if rows not in self._metadata:
+            self._metadata[rows] = AttentionMetadata(self.state.block_tables[:rows], self.state.seq_lens[:rows])
+        return self._metadata[rows]
 
     def preamble(self, rows: int, out: Preamble | None = None) -> Preamble:
         state = self.state

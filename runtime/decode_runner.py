@@ -68,6 +68,14 @@ class Launched:
     time: float
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A step of which the device was given the first pieces, good for as long as what it depends on is as it was."""
+
+    pieces: int
+    at: tuple[object, ...]
+
+
 class DecodeRunner:
     """One object for all decode steps of an engine.
 
@@ -88,6 +96,7 @@ class DecodeRunner:
         self._decided: dict[Batch, list[Chunk]] = {}
         self._decided_at: tuple[object, ...] = ()
         self._last_finish = 0.0
+        self._begun: Begun | None = None
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
@@ -148,8 +157,11 @@ class DecodeRunner:
             self._decided[batch] = self.dispatcher.decide(batch)
         return list(self._decided[batch])
 
-    def run(self, sequences: SequenceOf[Sequence]) -> list[DecodeResult]:
+    def run(self, sequences: SequenceOf[Sequence], *, again: bool = False) -> list[DecodeResult]:
         """One token for each sequence; sequence `i` stands in row `i`.
+
+        Args:
+            again: the next step will most likely be of the same rows, and may be begun before the tokens are there.
 
         Raises:
             GraphsRequiredError: graphs are required, and part of the step would run eagerly.
@@ -160,7 +172,11 @@ class DecodeRunner:
             for at in tried:
                 del self._machines[at]
         chunks = self.decide(self.batch_of(sequences))
-        return [self.finish(self._launch_chunk(chunk, sequences[chunk.start : chunk.stop])) for chunk in chunks]
+        if len(chunks) > 1 or not again:
+            return [self.finish(self._launch_chunk(chunk, sequences[chunk.start : chunk.stop])) for chunk in chunks]
+        launched = self._launch_chunk(chunks[0], sequences)
+        self._begin_next(launched.chunk, sequences)
+        return [self.finish(launched)]
 
     def launch(self, sequences: SequenceOf[Sequence]) -> "Launched | None":
         """Hand the device a step whose tokens `finish` waits for, so that another can be launched before.
@@ -217,16 +233,36 @@ class DecodeRunner:
         if path is Path.WHOLE:
             outputs = self.graphs.run_whole(chunk.key, num_rows, eager=eager, replay_failed=replay_failed)
             return done, outputs
-        rows = hook_rows(sequences)
+        rows = hook_rows(sequences) if self._hooks else ()
+        begun, self._begun = self._begun, None
+        wants_logits = has_logits_processor(sequences) or has_token_mask(sequences)
         outputs = self.graphs.run_piecewise(
             chunk.key,
             num_rows,
             eager=eager,
             at_layer=lambda layer, hidden: self._hooks.apply(layer, hidden, rows),
-            at_logits=lambda logits: edit_logits(logits, sequences),
+            at_logits=(lambda logits: edit_logits(logits, sequences)) if wants_logits else None,
             replay_failed=replay_failed,
+            begun=begun.pieces if begun is not None and begun.at == self._now(chunk) else 0,
         )
         return done, outputs
+
+    def _begin_next(self, chunk: Chunk, sequences: SequenceOf[Sequence]) -> None:
+        """Hand the device the pieces of the next step of these rows that come before users' code.
+
+        The host may look at the tokens of the last step meanwhile. What is begun is used if the next step is of the
+        same rows and none has changed; else that step starts anew.
+        """
+        assert self.graphs is not None, "a bucket belongs to graphs"
+        if chunk.path is not Path.PIECEWISE or chunk.key is None:
+            return
+        pieces = self.graphs.begin_piecewise(chunk.key, len(sequences), lambda error: self._after_failure(chunk, error))
+        self._begun = Begun(pieces, self._now(chunk))
+
+    def _now(self, chunk: Chunk) -> tuple[object, ...]:
+        """What a step that has been begun depends on."""
+        assert self.graphs is not None, "a bucket belongs to graphs"
+        return chunk.key, chunk.num_rows, self.graphs.state, self._hooks.layers, self._pieces.state.num_changes
 
     def _run_rows(self, sequences: SequenceOf[Sequence]) -> SampledTokens:
         """Eagerly on exactly these rows; the host knows how far their tables reach."""

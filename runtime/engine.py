@@ -267,11 +267,15 @@ class Engine:
             batch = self._scheduler.schedule()
             step = self._runner.launch(batch) if self._runs_ahead and isinstance(batch, DecodeBatch) else None
             if step is None:
-                return self._runner.run(batch)
-        running = self._scheduler.running
-        if self._scheduler.decodes_next and not any(len(s.output_ids) + 1 >= s.max_tokens for s in running):
-            self._ahead = self._runner.launch(DecodeBatch(list(running)))
+                return self._runner.run(batch, again=self._runs_ahead and self._decodes_again())
+        if self._decodes_again():
+            self._ahead = self._runner.launch(DecodeBatch(list(self._scheduler.running)))
         return self._runner.finish(step)
+
+    def _decodes_again(self) -> bool:
+        """Whether another decode step of the same rows comes next, as far as can be known before its tokens are."""
+        running = self._scheduler.running
+        return self._scheduler.decodes_next and not any(len(s.output_ids) + 1 >= s.max_tokens for s in running)
 
     def _wait_for_ahead(self) -> None:
         step, self._ahead = self._ahead, None

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .graph_nodes import GraphCounts, GraphNode
+
 
 class CaptureError(RuntimeError):
     """Work that cannot be recorded: it would need its values at capture time, or another state of the recorder."""
@@ -99,6 +101,18 @@ class GraphBackend(ABC):
     @abstractmethod
     def memory_bytes(self) -> int:
         """Bytes of the device in use, by all pools and everything else that this process can see."""
+
+    @abstractmethod
+    def allocator_bytes(self) -> int:
+        """Of these, what the allocator of tensors holds, whether tensors lie there or not."""
+
+    @abstractmethod
+    def count_nodes(self, graph: Graph) -> GraphCounts:
+        """How large a recorded graph is."""
+
+    @abstractmethod
+    def nodes(self, graph: Graph) -> tuple[GraphNode, ...] | None:
+        """The work that a graph consists of; None where nobody can tell."""
 
     @abstractmethod
     def pool_ranges(self, pool: GraphPool) -> Sequence[range]:

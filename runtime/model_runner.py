@@ -65,9 +65,13 @@ class ModelRunner:
         self.decode_runner = DecodeRunner(self._pieces, self._hooks, policy or DecodePolicy(), graphs)
 
     @torch.inference_mode()
-    def run(self, batch: PrefillBatch | DecodeBatch) -> StepResult:
-        """Compute the batch; a prompt that is not through yet yields no token."""
-        return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch)
+    def run(self, batch: PrefillBatch | DecodeBatch, *, again: bool = False) -> StepResult:
+        """Compute the batch; a prompt that is not through yet yields no token.
+
+        Args:
+            again: a decode step of the same rows will most likely be next.
+        """
+        return self._prefill(batch) if isinstance(batch, PrefillBatch) else self._decode(batch, again)
 
     @torch.inference_mode()
     def launch(self, batch: DecodeBatch) -> "RunningStep | None":
@@ -150,10 +154,10 @@ class ModelRunner:
         )
         return StepResult(sequences, sampled_ids, _logprobs(sampled, sequences))
 
-    def _decode(self, batch: DecodeBatch) -> StepResult:
+    def _decode(self, batch: DecodeBatch, again: bool) -> StepResult:
         token_ids: list[int] = []
         logprobs: list[TokenLogprobs | None] = []
-        results = self.decode_runner.run(batch.sequences)
+        results = self.decode_runner.run(batch.sequences, again=again)
         for result in results:
             rows = batch.sequences[len(token_ids) : len(token_ids) + len(result.token_ids)]
             logprobs += _logprobs(result.sampled, rows)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -119,7 +119,7 @@ class PiecewiseCudaGraphRunner:
 
     def __post_init__(self) -> None:
         pool = self.memory_pool or self.resources.pool
-        resources = GraphResources(self.resources.backend, pool, self.resources.buffers, self.resources.planners)
+        resources = replace(self.resources, pool=pool)
         self.name = self.label if self.node_name is None else f"{self.node_name}.{self.label}"
         self._slot: int | None = None
         self._leased: SlotLease | None = None
@@ -137,6 +137,7 @@ class PiecewiseCudaGraphRunner:
         )
         self.bucket_keys = self._runner.bucket_keys
         self.warm_up, self.capture = self._runner.warm_up, self._runner.capture
+        self.pool, self.own_output_bytes = pool, self._runner.own_output_bytes
         self.drop, self.finish_capture = self._runner.drop, self._runner.finish_capture
 
     @property
@@ -236,9 +237,27 @@ class PiecewiseCudaGraphRunner:
         if lease is None:
             rows, info = self._rows(bs, request_ids, seq_lens)
             return self._run_eager(static_inputs, rows, info, real_len)
-        step = self.step_runner.declare(self.label, *self._padded_rows(lease, bs, request_ids, seq_lens))
+        rows, info = self._padded_rows(lease, bs, request_ids, seq_lens)
+        return self._replay(lease, static_inputs, rows, info, bs, real_len)
+
+    def run_in_place(self, key: BucketKey, real_bs: int) -> PiecewiseOutput:
+        """`run` of rows without a request on a captured bucket whose static inputs hold them already."""
+        lease = self._runner.lease(key, self._slot)
+        rows, info = self._padded_rows(lease, real_bs, None, None)
+        return self._replay(lease, {}, rows, info, real_bs, real_bs)
+
+    def _replay(
+        self,
+        lease: SlotLease,
+        inputs: Mapping[str, Tensor],
+        rows: list[RowInputs],
+        info: dict[int, RowInfo],
+        bs: int,
+        real_len: int,
+    ) -> PiecewiseOutput:
+        step = self.step_runner.declare(self.label, rows, info)
         self.step_runner.plan(step, PlanTarget(self.name, lease.key, lease.slot))
-        outputs = self._runner.run_forward(lease, static_inputs)
+        outputs = self._runner.run_forward(lease, inputs)
         self.step_runner.commit(step)
         self._runner.release(lease, bs)
         self.counts[Reason.PIECEWISE] += 1

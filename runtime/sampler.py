@@ -4,7 +4,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -60,6 +60,13 @@ class SampleRoad:
     bans: bool = False
     logprobs: bool = False
     num_top_logprobs: int = 0
+
+    def __str__(self) -> str:
+        """A short name for tables: what is done beside taking the most probable token."""
+        names = [one.name for one in fields(self) if getattr(self, one.name)]
+        if len(names) == len(fields(self)):
+            return "everything"
+        return "+".join(names) or "greedy"
 
     def covers(self, other: "SampleRoad") -> bool:
         """Whether this road does all that another one does."""

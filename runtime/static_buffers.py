@@ -1,7 +1,7 @@
 """Buffers at fixed addresses, claimed by all before anything is captured."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ class StaticBuffers:
         self._device = device
         self._claims: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
         self._buffers: dict[str, Tensor] = {}
+        self._parts: dict[tuple[str, int], Tensor] = {}
         self._sealed = False
 
     @property
@@ -52,11 +53,21 @@ class StaticBuffers:
                 self._buffers[name] = torch.zeros(rows, *shape, dtype=dtype, device=self._device)
 
     def get(self, name: str, rows: int) -> Tensor:
-        """The first `rows` rows of a buffer."""
-        assert self._sealed, "buffers have addresses once all claims are in"
-        buffer = self._buffers[name]
-        assert rows <= buffer.shape[0], f"buffer {name!r} has {buffer.shape[0]} rows, {rows} were asked for"
-        return buffer[:rows]
+        """The first `rows` rows of a buffer; one tensor for all who ask."""
+        part = self._parts.get((name, rows))
+        if part is None:
+            assert self._sealed, "buffers have addresses once all claims are in"
+            buffer = self._buffers[name]
+            assert rows <= buffer.shape[0], f"buffer {name!r} has {buffer.shape[0]} rows, {rows} were asked for"
+            part = self._parts[name, rows] = buffer[:rows]
+        return part
+
+
+@dataclass
+class Changes:
+    """Counts what happened to the graphs of an engine, so that what follows from them is worked out once."""
+
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,12 +79,14 @@ class GraphResources:
         buffers: their static inputs and outputs.
         planners: what the host plans per step into buffers of a graph slot, each with `claim(specs)`; without any, one
             slot a bucket is enough.
+        changes: counted whenever a graph comes or goes.
     """
 
     backend: GraphBackend
     pool: GraphPool
     buffers: StaticBuffers
     planners: tuple["Planner", ...] = ()
+    changes: Changes = field(default_factory=Changes)
 
 
 class Planner:

@@ -35,6 +35,7 @@ class StepState:
         token_ids, positions: `[max_num_seqs]` int64, the token each row is fed next and its position.
         seq_lens: `[max_num_seqs]` int32, keys visible in the next step; 0 marks a dead row.
         block_tables: `[max_num_seqs, max_blocks_per_seq]` int32; columns not in use name the sink block.
+        num_changes: how often the host has changed rows.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device) -> None:
@@ -49,6 +50,7 @@ class StepState:
         self._done = [torch.cuda.Event() for _ in range(_ENTRIES)] if device.type == "cuda" else []
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._num_commits = 0
+        self.num_changes = 0
         shape = (max_num_seqs, 4 + max_blocks_per_seq)
         self._staging = _StagingRing(shape, device)
 
@@ -56,6 +58,7 @@ class StepState:
         """Make rows what the updates say; at most one update a row."""
         if not updates:
             return
+        self.num_changes += 1
         width = self.block_tables.shape[1]
         records = [
             [u.row, u.token_id, u.position, u.seq_len, *u.blocks, *[SINK_BLOCK] * (width - len(u.blocks))]
@@ -70,6 +73,7 @@ class StepState:
 
     def move_row(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`, on the device: the host may not know yet what `source` holds."""
+        self.num_changes += 1
         for tensor in self.row_tensors():
             tensor[target].copy_(tensor[source])
 
@@ -100,6 +104,7 @@ class StepState:
 
     def kill_rows(self, start: int, stop: int) -> None:
         """Make rows dead without the host's staging: length 0, every table column the sink."""
+        self.num_changes += 1
         for tensor in (self.token_ids, self.positions, self.seq_lens):
             tensor[start:stop].zero_()
         self.block_tables[start:stop].fill_(SINK_BLOCK)

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from .graph_backend import CaptureError, Event, Graph, GraphBackend, GraphPool, Stream
+from .graph_nodes import GraphCounts, GraphNode
 from .tape_operators import Shape, infer_shapes, operator_facts, written_arguments
 from .tape_pool import TapePool
 
@@ -27,6 +28,7 @@ class TapeGraph:
 
     def __init__(self) -> None:
         self._steps: list[Callable[[], object]] = []
+        self.operators: list[str] = []
         self._pool: TapePool | None = None
         self._mode: contextlib.ExitStack | None = None
         self.segments: set[int] = set()
@@ -42,6 +44,7 @@ class TapeGraph:
 
     def reset(self) -> None:
         self._steps.clear()
+        self.operators.clear()
         self.segments.clear()
         if self._pool is not None:
             self._pool.forget(self)
@@ -143,6 +146,17 @@ class TapeBackend(GraphBackend):
     def memory_bytes(self) -> int:
         return sum(pool.num_bytes for pool in self._pools)
 
+    def allocator_bytes(self) -> int:
+        return self.memory_bytes()
+
+    def count_nodes(self, graph: Graph) -> GraphCounts:
+        assert isinstance(graph, TapeGraph), "a backend looks at its own graphs"
+        return GraphCounts(graph.num_operators)
+
+    def nodes(self, graph: Graph) -> tuple[GraphNode, ...] | None:
+        assert isinstance(graph, TapeGraph), "a backend looks at its own graphs"
+        return tuple(GraphNode("operator", name) for name in graph.operators)
+
     def pool_ranges(self, pool: GraphPool) -> Sequence[range]:
         assert isinstance(pool, TapePool), "a backend knows its own pools"
         return pool.ranges()
@@ -219,6 +233,7 @@ class _Recorder(TorchDispatchMode):
                     result.copy_(value)
 
         self._graph._steps.append(run)
+        self._graph.operators.append(str(func))
 
     def _fixed(self, value: Any) -> Any:
         """The same memory by address: a tape must not keep alive what would be free in a capture."""

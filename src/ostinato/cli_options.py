@@ -49,7 +49,7 @@ MaxModelLen = Annotated[
 ]
 
 GraphMode = Annotated[
-    Graphs, _model("--graphs", help="Record decode steps, as CUDA graphs or on a CPU's tape. auto: off.")
+    Graphs, _model("--graphs", help="Record decode steps, as CUDA graphs or on a CPU's tape. auto: whole on a GPU.")
 ]
 EnforceEager = Annotated[bool, _model("--enforce-eager", help="No CUDA graphs, as --graphs off; for debugging.")]
 

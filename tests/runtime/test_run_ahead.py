@@ -188,3 +188,53 @@ def test_log_probabilities_of_a_split_batch_are_each_part_s_own(engine: Make) ->
         found.append([[entry.logprob for entry in s.logprobs] for s in sequences])
     for whole, split in zip(*found, strict=True):
         assert split == pytest.approx(whole, abs=1e-5)
+
+
+@pytest.mark.parametrize("what", ["hook", "hook at 0", "processor", "mask"])
+def test_the_pieces_before_users_code_are_begun_ahead(engine: Make, inside: Any, what: str) -> None:
+    """The same tokens, each token seen once by users' code, and regions run as often as without but for steps that are
+    begun anew: when a sequence ends by a stop id, or a request comes."""
+    runs = []
+    for run_ahead in (True, False):
+        one, seen = engine(run_ahead=run_ahead), []
+
+        def push(hidden: Tensor, rows: Any, seen: list[Any] = seen) -> Tensor:
+            seen.append([(row.position, len(row.output_ids)) for row in rows])
+            return hidden * 1.25
+
+        def process(prompt: Any, output: Any, logits: Tensor, seen: list[Any] = seen) -> None:
+            seen.append((len(prompt), len(output)))
+            logits[3] += 0.5
+
+        more: dict[str, Any] = {}
+        if "hook" in what:
+            one.hooks.add(0 if "0" in what else 1, push)
+        if what == "processor":
+            more["logits_processors"] = [process]
+        if what == "mask":
+            more["allowed_token_ids"] = lambda prompt, output: [len(output), 5 + len(output), 9]
+        requests = [
+            ([1, 2, 3], greedy(12, **more)),
+            (
+                [4] * 20,
+                SamplingParams(temperature=1.0, seed=5, max_tokens=14, stop_token_ids=[*range(0, 60, 7)], **more),
+            ),
+            ([5, 6], SamplingParams(temperature=1.0, seed=6, max_tokens=9, repetition_penalty=1.3, **more)),
+        ]
+        graphs = one.decode_runner.graphs
+        assert graphs is not None
+        sequences = queue(one, requests)
+        for number in itertools.count():
+            if not one.has_work:
+                break
+            one.step()
+            if number == 4:
+                sequences += queue(one, [([7, 8], greedy(6, **more))])
+        inside(one).check_idle()
+        runs.append((results(sequences), seen, graphs.head.counts.total(), graphs.blocks[0].counts.total()))
+    (ahead, ahead_seen, heads, blocks), (after, after_seen, heads_after, blocks_after) = runs
+    assert ahead == after
+    assert ahead_seen == after_seen
+    assert blocks >= blocks_after
+    assert heads >= heads_after
+    assert blocks <= blocks_after + 4
