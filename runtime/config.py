@@ -37,6 +37,8 @@ class EngineConfig:
             rows; True with `graphs="off"` is an error.
         split_large_batches: a batch above the largest graph is run as several replays; False: eagerly.
         graph_memory_bytes: for all graphs together; buckets that do not fit are left out. None: no limit.
+        graph_self_test: at start, compare every graph with its Python, bit for bit, and do without those that differ;
+            None: on a GPU.
         run_ahead: start a decode step that replays a graph before the tokens of the one before are looked at, which
             hides the host's work; None: on a GPU.
         require_graphs: missing graphs are an error at start, and an eager decode step is one later.
@@ -58,6 +60,7 @@ class EngineConfig:
     enable_decode_graphs: bool | None = None
     split_large_batches: bool = True
     graph_memory_bytes: int | None = None
+    graph_self_test: bool | None = None
     run_ahead: bool | None = None
     require_graphs: bool = False
 
@@ -78,9 +81,15 @@ class EngineConfig:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization!r}"
             )
-        for name in ("enable_decode_graphs", "split_large_batches", "run_ahead", "require_graphs"):
+        for name, optional in (
+            ("enable_decode_graphs", True),
+            ("graph_self_test", True),
+            ("run_ahead", True),
+            ("split_large_batches", False),
+            ("require_graphs", False),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, bool) and not (value is None and name in ("enable_decode_graphs", "run_ahead")):
+            if not isinstance(value, bool) and not (value is None and optional):
                 raise ValueError(f"{name} must be True or False, got {value!r}")
         for name, choices in (("graphs", GRAPH_MODES), ("capture", CAPTURE_MODES)):
             if getattr(self, name) not in choices:

@@ -28,6 +28,7 @@ from .decode_pieces import (
 )
 from .graph_backend import GraphBackend
 from .graph_buckets import BucketKey
+from .graph_ledger import GraphLedger
 from .graph_reason import Path, Reason
 from .piecewise_output import PiecewiseOutput
 from .piecewise_runner import PiecewiseCudaGraphRunner
@@ -127,11 +128,24 @@ class DecodeGraphs:
         self._steps_cuts: tuple[int, ...] = ()
         self._whole_buckets: dict[tuple[Path, BucketKey], bool] = {}
         self._whole_buckets_at: tuple[object, ...] = ()
+        self._address_checked: set[tuple[Path, BucketKey]] = set()
         self._set_cuts(())
         for runner in self.runners:
             runner.prepare_for_capture()
         pieces.sampler.claim_counts()
         buffers.seal()
+        self._addresses = self._fingerprint()
+        self.ledger.buffer_bytes = buffers.num_bytes
+
+    @property
+    def ledger(self) -> GraphLedger:
+        """What the graphs that were captured cost."""
+        return self._capturer.ledger
+
+    def release(self) -> None:
+        """Forget every graph; none may be in flight. Pool and buffers go with this object."""
+        for runner in self.runners:
+            runner.release_graphs()
 
     @property
     def regions(self) -> list[PiecewiseCudaGraphRunner]:
@@ -143,12 +157,12 @@ class DecodeGraphs:
 
     def capture_path(self, path: Path, progress: Progress | None = None) -> CaptureSummary:
         """Warm up and capture every bucket of a path."""
-        with self._at_rest():
+        with self.at_rest():
             return self._capturer.capture(self._of(path), progress=progress)
 
     def warm_up(self, path: Path) -> None:
         """Only run every bucket eagerly, so that late captures find everything compiled and claimed."""
-        with self._at_rest():
+        with self.at_rest():
             self._capturer.warm_up(self._of(path))
 
     def capture_bucket(self, path: Path, key: BucketKey) -> bool:
@@ -156,7 +170,7 @@ class DecodeGraphs:
         pairs = [(runner, runner_key(runner, key)) for runner in self._of(path, key)]
         todo = [(runner, own) for runner, own in pairs if not runner.has(own) and own not in runner.drop_reasons]
         if todo:
-            with self._at_rest():
+            with self.at_rest():
                 for runner, own in todo:
                     self._capturer.capture_one(runner, own)
         return self.missing(path, key) is None
@@ -210,15 +224,16 @@ class DecodeGraphs:
         ]
         return lines
 
-    def fail(self, path: Path, key: BucketKey, detail: str) -> None:
-        """A replay failed: the bucket is not used any more, nor another kind of sampling behind the same regions."""
+    def fail(self, path: Path, key: BucketKey, detail: str, reason: Reason = Reason.REPLAY_FAILED) -> None:
+        """The bucket is not used any more, nor another kind of sampling behind the same regions."""
         same = [k for config in self.configs for k in config.bucket_keys() if k.bs == key.bs]
         for one in same if path is Path.PIECEWISE else [key]:
-            self._failed[path, one] = (Reason.REPLAY_FAILED, detail)
+            self._failed[path, one] = (reason, detail)
         logger.error(
-            "%s: the graph for batch size %d failed to replay: %s (%s)",
+            "%s: no more graph for batch size %d: %s: %s (%s)",
             path,
             key.bs,
+            reason.value,
             detail,
             self.backend.memory_state(),
         )
@@ -276,6 +291,7 @@ class DecodeGraphs:
         """
         if not eager:
             try:
+                self._check_addresses(Path.WHOLE, key)
                 lease = self.whole.lease(key)
                 outputs = self.whole.run_forward(lease, {})
                 self.whole.release(lease, num_rows)
@@ -319,6 +335,7 @@ class DecodeGraphs:
             else:
                 if not eager:
                     try:
+                        self._check_addresses(Path.PIECEWISE, key)
                         output = piece.region.run_in_place(runner_key(piece.region, key), num_rows)
                         continue
                     except Exception as error:
@@ -379,6 +396,26 @@ class DecodeGraphs:
         step.append(_Piece(logits, region=sample, inputs={"logits": logits}))
         return step
 
+    def _fingerprint(self) -> dict[str, int]:
+        """Where everything lies that graphs are captured with."""
+        pieces = self.pieces
+        named = dict(pieces.model.state_dict()) | self.resources.buffers.tensors
+        caches = [*pieces.kv_cache.k, *pieces.kv_cache.v]
+        rows = [*pieces.state.device_tensors(), *pieces.sampler.row_tensors(), pieces.model.cos, pieces.model.sin]
+        named |= {f"cache {i}": tensor for i, tensor in enumerate(caches)}
+        named |= {f"row state {i}": tensor for i, tensor in enumerate(rows)}
+        return {name: tensor.data_ptr() for name, tensor in named.items()}
+
+    def _check_addresses(self, path: Path, key: BucketKey) -> None:
+        """At the first replay of a bucket: whether all lies where it lay when buffers were sealed."""
+        if (path, key) in self._address_checked:
+            return
+        now = self._fingerprint()
+        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
+        if moved:
+            raise RuntimeError(f"moved since the graphs were captured: {', '.join(moved[:5])}")
+        self._address_checked.add((path, key))
+
     def _region(self, label: str, config: Any) -> PiecewiseCudaGraphRunner:
         return PiecewiseCudaGraphRunner(
             label,
@@ -393,7 +430,7 @@ class DecodeGraphs:
         )
 
     @contextlib.contextmanager
-    def _at_rest(self) -> Iterator[None]:
+    def at_rest(self) -> Iterator[None]:
         """Whatever warm-ups and captures write goes to the sink, which is zeroed before and after."""
         with torch.inference_mode(), self.pieces.state.at_rest(), self.pieces.sampler.at_rest():
             self._zero_sink()

@@ -12,10 +12,12 @@ from ..model import AttentionMetadata
 from .bucket_capture import CaptureSummary, Progress
 from .decode_graphs import DecodeGraphs
 from .decode_pieces import DecodePieces
+from .graph_aliases import find_aliases
 from .graph_buckets import BucketKey
 from .graph_counters import EXPECTED_EAGER, GraphCounters
 from .graph_dispatch import Batch, BucketView, Chunk, Dispatcher
 from .graph_reason import REPLAYS, Path, Reason
+from .graph_self_test import self_test
 from .inference_graph_capture import InferenceGraphCapture, StepMode
 from .interventions import HookRow, Hooks, edit_logits, has_logits_processor, has_token_mask
 from .rank_agreement import GraphsRequiredError, fail_if_graphs_required
@@ -36,12 +38,14 @@ class DecodePolicy:
         forced: eager, on the rows and buckets that graphs would run.
         lazy_steps: eager steps of a bucket before its capture; None: everything is captured at start.
         required: eager steps that nobody asked for are errors.
+        self_test: compare every bucket with its Python at start.
     """
 
     path: Path = Path.EAGER
     forced: bool = False
     lazy_steps: int | None = None
     required: bool = False
+    self_test: bool = False
 
 
 @dataclass(frozen=True)
@@ -101,25 +105,38 @@ class DecodeRunner:
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
     def start(self, progress: Progress | None = None) -> None:
-        """Capture what is captured at start; else compile what a late capture will need.
+        """Capture what is captured at start, and check it; else compile what a late capture will need.
 
         Raises:
             GraphsRequiredError: graphs are required and some are missing; lists them all.
+            RuntimeError: a tensor that must outlive replays lies where one may overwrite it.
         """
         if self.graphs is None or self.policy.forced:
             return
         if self.policy.lazy_steps is not None:
             self.graphs.warm_up(self.policy.path)
         else:
-            self.summary = self.graphs.capture_path(self.policy.path, progress or _log_progress)
-            logger.info(
-                "captured %d of %d CUDA graphs (decode) in %.1f s, %.2f GiB",
-                self.summary.num_captured,
-                self.summary.num_buckets,
-                self.summary.seconds,
-                self.summary.num_bytes / 2**30,
-            )
+            self.capture(progress or _log_progress)
+            aliases = find_aliases(self.graphs)
+            if aliases:
+                raise RuntimeError(f"graphs would overwrite what must last: {'; '.join(aliases)}")
+            if self.policy.self_test:
+                started, num_tested = time.perf_counter(), self_test(self.graphs, self.policy.path)
+                logger.info("compared %d graphs with their Python in %.1f s", num_tested, time.perf_counter() - started)
         fail_if_graphs_required(self.graphs.drops(), self.policy.required)
+
+    def capture(self, progress: Progress | None) -> None:
+        """Capture every bucket of the policy's path."""
+        assert self.graphs is not None, "there is something to capture"
+        self.summary = summary = self.graphs.capture_path(self.policy.path, progress)
+        logger.info(
+            "captured %d of %d CUDA graphs (decode) in %.1f s, %.2f GiB",
+            summary.num_captured,
+            summary.num_buckets,
+            summary.seconds,
+            summary.num_bytes / 2**30,
+        )
+        logger.info("%s", self.graphs.ledger.total_line())
 
     def batch_of(self, sequences: SequenceOf[Sequence]) -> Batch:
         """What the dispatcher looks at."""

@@ -8,10 +8,11 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
+from ..kernels import FIRST_BLOCK
 from ..model import Decoder, KVCache
 from .block_allocator import BlockAllocator
 from .bucket_capture import Progress
-from .config import EngineConfig, plan_kv_cache
+from .config import EngineConfig, KVPlan, plan_kv_cache
 from .cuda_backend import graph_backend
 from .decode_graphs import DecodeGraphs, GraphSettings
 from .decode_pieces import DecodePieces
@@ -20,6 +21,7 @@ from .detokenizer import TokenDecoder
 from .errors import RequestError, what_failed
 from .graph_buckets import capture_sizes
 from .graph_reason import Path
+from .graph_rehearsal import free_memory, rehearse
 from .graph_report import GraphReport, coverage_lines, graph_report
 from .interventions import Hooks
 from .memory import memory_for
@@ -60,32 +62,26 @@ class Engine:
         eos_token_ids: Collection[int],
         capture_progress: Progress | None = None,
     ) -> None:
-        plan = plan_kv_cache(config, model.config, model.dtype, kv_cache_bytes(config, model.device))
         self.vocab_size = model.config.vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         for token_id in self.eos_token_ids:
             self._check_token_id("end", token_id)
-        self.kv_plan = plan
         self._tokenizer = tokenizer
         self._token_texts: dict[int, str] = {}  # what the streams of all sequences learn of the vocabulary
-        block_bytes = model.config.kv_bytes_per_token(model.dtype) * config.block_size
-        with memory_for(
-            f"a KV cache of {plan.num_blocks * block_bytes} bytes ({plan.num_blocks} blocks of {config.block_size} "
-            f"tokens, max_num_seqs {config.max_num_seqs}, max_model_len {plan.max_model_len}) on {model.device}",
-            "lower max_model_len (--max-model-len), max_num_seqs, kv_cache_memory_bytes or gpu_memory_utilization",
-        ):
-            kv_cache = KVCache.allocate(
-                model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
-            )
-        state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
-        sampler = Sampler(config.max_num_seqs, self.vocab_size, device=model.device)
         self.hooks = Hooks(model.config.num_layers)
-        policy, settings = graph_plan(config, model.device)
-        graphs = None
-        if policy.path is not Path.EAGER:
-            backend = graph_backend(model.device)
-            graphs = DecodeGraphs(DecodePieces(model, kv_cache, state, sampler), backend, settings)
-        self._runner = ModelRunner(model, kv_cache, state, sampler, hooks=self.hooks, policy=policy, graphs=graphs)
+        plan = plan_kv_cache(config, model.config, model.dtype, kv_cache_bytes(config, model.device))
+        predicted = self._rehearse(model, config, plan)
+        if predicted is not None:
+            rest = kv_cache_bytes(config, model.device) - predicted
+            plan = plan_kv_cache(config, model.config, model.dtype, rest)
+            logger.info(
+                "graphs and what they work on will take %.1f MiB; the KV cache gets %.1f MiB",
+                predicted / 2**20,
+                rest / 2**20,
+            )
+        self.kv_plan = plan
+        before = memory_bytes(model.device)
+        self._runner, kv_bytes = build_runner(model, config, plan, self.hooks)
         self._max_num_seqs = config.max_num_seqs
         self._is_working = False
         self._is_torn = False
@@ -93,6 +89,11 @@ class Engine:
         self._runs_ahead = model.device.type == "cuda" if config.run_ahead is None else config.run_ahead
         self._ahead: RunningStep | None = None
         self.decode_runner.start(capture_progress)
+        graphs = self.decode_runner.graphs
+        if graphs is not None and predicted is not None:
+            free_memory(model.device)
+            graphs.ledger.predicted_bytes = predicted
+            graphs.ledger.actual_bytes = memory_bytes(model.device) - before - kv_bytes
         for line in coverage_lines(self.decode_runner, config.max_num_seqs) if graphs is not None else ():
             logger.info("batch size %s", line.strip())
         self._scheduler = Scheduler(
@@ -101,6 +102,15 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+
+    def _rehearse(self, model: Decoder, config: EngineConfig, plan: KVPlan) -> int | None:
+        """What everything but the KV cache will take; None where the cache's size does not depend on it."""
+        policy, _ = graph_plan(config, model.device)
+        captures = policy.path is not Path.EAGER and not policy.forced and policy.lazy_steps is None
+        if model.device.type != "cuda" or config.kv_cache_memory_bytes is not None or not captures:
+            return None
+        least = KVPlan(FIRST_BLOCK + 1, plan.max_model_len)
+        return rehearse(lambda: build_runner(model, config, least, Hooks(model.config.num_layers)), model.device)
 
     @property
     def max_model_len(self) -> int:
@@ -343,6 +353,28 @@ class Engine:
             raise ValueError(f"{kind} token id {token_id} is not in the vocabulary, 0 ... {self.vocab_size - 1}")
 
 
+def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks) -> tuple[ModelRunner, int]:
+    """What runs the steps, nothing captured yet, and the bytes of its KV cache."""
+    block_bytes = model.config.kv_bytes_per_token(model.dtype) * config.block_size
+    with memory_for(
+        f"a KV cache of {plan.num_blocks * block_bytes} bytes ({plan.num_blocks} blocks of {config.block_size} "
+        f"tokens, max_num_seqs {config.max_num_seqs}, max_model_len {plan.max_model_len}) on {model.device}",
+        "lower max_model_len (--max-model-len), max_num_seqs, kv_cache_memory_bytes or gpu_memory_utilization",
+    ):
+        kv_cache = KVCache.allocate(
+            model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
+        )
+    state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
+    sampler = Sampler(config.max_num_seqs, model.config.vocab_size, device=model.device)
+    policy, settings = graph_plan(config, model.device)
+    graphs = None
+    if policy.path is not Path.EAGER:
+        pieces = DecodePieces(model, kv_cache, state, sampler)
+        graphs = DecodeGraphs(pieces, graph_backend(model.device), settings)
+    runner = ModelRunner(model, kv_cache, state, sampler, hooks=hooks, policy=policy, graphs=graphs)
+    return runner, plan.num_blocks * block_bytes
+
+
 def graph_plan(config: EngineConfig, device: torch.device) -> tuple[DecodePolicy, GraphSettings]:
     """What a config means for decode steps on a device."""
     mode = config.graphs
@@ -353,6 +385,7 @@ def graph_plan(config: EngineConfig, device: torch.device) -> tuple[DecodePolicy
         forced=config.enable_decode_graphs is False,
         lazy_steps=max(1, config.graph_warmup_steps) if config.capture == "lazy" else None,
         required=graphs_required(config.require_graphs),
+        self_test=device.type == "cuda" if config.graph_self_test is None else config.graph_self_test,
     )
     settings = GraphSettings(
         sizes=capture_sizes(config.capture_sizes, config.max_num_seqs),
@@ -370,3 +403,11 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
         return CPU_KV_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - int(total * (1 - config.gpu_memory_utilization)))
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that are in use, by its driver's account; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free

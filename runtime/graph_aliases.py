@@ -49,15 +49,6 @@ def lasting(graphs: DecodeGraphs) -> dict[str, Tensor]:
     return tensors
 
 
-def fingerprint(graphs: DecodeGraphs) -> tuple[int, ...]:
-    """The addresses that graphs are captured with: of weights, caches, state and buffers."""
-    pieces = graphs.pieces
-    tensors: list[Tensor] = [*pieces.model.state_dict().values(), pieces.model.cos, pieces.model.sin]
-    tensors += [*pieces.kv_cache.k, *pieces.kv_cache.v, *pieces.state.device_tensors(), *pieces.sampler.row_tensors()]
-    tensors += graphs.resources.buffers.tensors.values()
-    return tuple(tensor.data_ptr() for tensor in tensors)
-
-
 def _numbered(name: str, tensors: Iterable[Tensor]) -> dict[str, Tensor]:
     return {f"{name} {index}": tensor for index, tensor in enumerate(tensors)}
 

@@ -45,13 +45,15 @@ class GraphLedger:
     Attributes:
         entries: in the order of the captures; a bucket that was dropped is not among them.
         buffer_bytes: claimed buffers, which all graphs share.
-        predicted_bytes: what the rehearsal said that graphs would take, None where there was none.
+        predicted_bytes, actual_bytes: what everything but weights and KV cache takes, graphs, buffers and step state,
+            as the rehearsal said before the KV cache was sized, and as it came; None where there was none.
         device_bytes: by how much the device's memory in use grew over all captures.
     """
 
     entries: list[LedgerEntry] = field(default_factory=list)
     buffer_bytes: int = 0
     predicted_bytes: int | None = None
+    actual_bytes: int | None = None
     device_bytes: int = 0
 
     @property
@@ -98,14 +100,17 @@ class GraphLedger:
             "buffer_bytes": self.buffer_bytes,
             "device_bytes": self.device_bytes,
             "predicted_bytes": self.predicted_bytes,
+            "actual_bytes": self.actual_bytes,
             "warm_up_seconds": self.warm_up_seconds,
             "capture_seconds": self.capture_seconds,
             "entries": [entry.to_dict() for entry in self.entries],
         }
 
     def lines(self) -> list[str]:
-        """A table; sizes in KiB."""
-        head = "runner                    batch      pool    driver   outputs   nodes   PDL   warm ms   capture ms"
+        """A table."""
+        names = ("batch", "pool", "driver", "outputs", "nodes", "PDL", "warm ms", "capture ms")
+        widths = (6, 10, 10, 10, 8, 8, 10, 13)
+        head = f"{'graph (sizes in KiB)':38}" + "".join(f"{n:>{w}}" for n, w in zip(names, widths, strict=True))
         return [head, *(_line(entry) for entry in self.entries), self.total_line()]
 
     def total_line(self) -> str:
@@ -120,4 +125,5 @@ def _line(entry: LedgerEntry) -> str:
     kib = (f"{n // 1024:10d}" for n in (entry.pool_bytes, entry.driver_bytes, entry.output_bytes))
     counts = (f"{'?' if n is None else n:>8}" for n in (entry.counts.nodes, entry.counts.programmatic_edges))
     times = f"{1e3 * entry.warm_up_seconds:10.1f}{1e3 * entry.capture_seconds:13.1f}"
-    return f"{entry.runner[:25]:25}{entry.batch_size:6d}{''.join(kib)}{''.join(counts)}{times}"
+    name = f"{entry.runner} {entry.key_info}".strip()[:38]
+    return f"{name:38}{entry.batch_size:6d}{''.join(kib)}{''.join(counts)}{times}"

@@ -31,9 +31,18 @@ class Reason(StrEnum):
     RANK_DISAGREED = "another rank has no graph for the bucket"
     OVER_BUDGET = "the bucket's graph did not fit the memory for graphs"
     REPLAY_FAILED = "a replay of the bucket failed"
+    SELF_TEST_FAILED = "the bucket's replay did not compute what its Python computes"
 
 
-DROPPED = frozenset((Reason.CAPTURE_FAILED, Reason.RANK_DISAGREED, Reason.OVER_BUDGET, Reason.REPLAY_FAILED))
+DROPPED = frozenset(
+    (
+        Reason.CAPTURE_FAILED,
+        Reason.RANK_DISAGREED,
+        Reason.OVER_BUDGET,
+        Reason.REPLAY_FAILED,
+        Reason.SELF_TEST_FAILED,
+    )
+)
 """Reasons for which a bucket can be missing."""
 
 REPLAYS = frozenset(

@@ -5,6 +5,7 @@ from typing import Any
 
 from .decode_runner import DecodeRunner
 from .graph_dispatch import Batch, Chunk
+from .graph_ledger import GraphLedger
 from .graph_reason import Path
 
 
@@ -21,6 +22,7 @@ class GraphReport:
         counts: chunks by reason.
         eager_decodes: decode chunks that ran eagerly though nobody asked for it.
         num_bytes, seconds: what the captures at start took.
+        ledger: what each graph cost; None where graphs are off.
     """
 
     path: Path
@@ -34,6 +36,7 @@ class GraphReport:
     wasted_milliseconds: float
     num_bytes: int
     seconds: float
+    ledger: GraphLedger | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON would have it; coverage as (buckets, path, reason) of each batch size."""
@@ -49,12 +52,15 @@ class GraphReport:
             "wasted_milliseconds": self.wasted_milliseconds,
             "num_bytes": self.num_bytes,
             "seconds": self.seconds,
+            "ledger": None if self.ledger is None else self.ledger.to_dict(),
         }
 
     def __str__(self) -> str:
         lines = [f"decode steps: {self.path.value}, captured at {self.capture}"]
         if self.sizes:
             lines.append(f"buckets: {', '.join(map(str, self.sizes))}; {self.num_bytes / 2**20:.1f} MiB")
+        if self.ledger is not None and self.ledger.entries:
+            lines += ["", *self.ledger.lines()]
         lines += ["", "batch size      runs as", *_coverage_lines(self.coverage)]
         if self.missing:
             lines += ["", "missing:", *(f"  {one}" for one in self.missing)]
@@ -78,6 +84,7 @@ def graph_report(runner: DecodeRunner, max_num_seqs: int) -> GraphReport:
         wasted_milliseconds=1000 * counters.wasted_seconds,
         num_bytes=summary.num_bytes if summary is not None else 0,
         seconds=summary.seconds if summary is not None else 0.0,
+        ledger=graphs.ledger if graphs is not None else None,
     )
 
 

@@ -314,14 +314,14 @@ def _load(
 ) -> "LLM":
     """Load a model with a bar and a line about it, unless it has not the token ids of `params`."""
     from .llm import LLM, named_shape
-    from .terminal import eager_warning, load_line
+    from .terminal import eager_warning, graphs_line, load_line
     from .weights import open_checkpoint, resolve
 
     if params.stop_token_ids and load_format is LoadFormat.DUMMY:
         params.check_vocab(named_shape(model).vocab_size)
     elif params.stop_token_ids:
         params.check_vocab(open_checkpoint(resolve(model, revision=revision)).config.vocab_size)
-    with terminal.load_bar() as progress:
+    with terminal.load_bar() as progress, terminal.capture_bar() as capture_progress:
         llm = LLM(
             model,
             revision=revision,
@@ -332,8 +332,9 @@ def _load(
             generation_config=generation_config,
             skip_tokenizer_init=skip_tokenizer_init,
             progress=progress,
+            capture_progress=capture_progress,
         )
-    terminal.note(load_line(llm, model or "demo") + eager_warning(llm))
+    terminal.note(load_line(llm, model or "demo") + graphs_line(llm) + eager_warning(llm))
     if llm.sampling_defaults.values:
         terminal.note(f"sampling defaults of the generation config: {llm.sampling_defaults.text()}")
     return llm

@@ -15,6 +15,7 @@ from .model.config import DTYPES
 from .outputs import CompletionOutput, RequestMetrics, RequestOutput, StreamDelta
 from .runtime import Chunk, Engine, EngineConfig, GraphReport, HookHandle, HookRow, SamplingParams
 from .runtime import Sequence as EngineSequence
+from .runtime.graph_manifest import graph_manifest
 from .runtime.interventions import HookFunction
 from .runtime.memory import memory_for
 from .sampling_defaults import FILE, SamplingDefaults
@@ -235,6 +236,13 @@ class LLM:
     def graph_report(self) -> GraphReport:
         """What graphs there are, what each batch size runs as, and how often steps ran in which way until now."""
         return self._engine.graph_report()
+
+    def graph_manifest(self) -> dict[str, Any]:
+        """Of every captured graph its kernels, nodes, edges and static tensors, as JSON would have it; empty without
+        graphs. `ostinato.runtime.graph_manifest.diff_manifests` compares two.
+        """
+        graphs = self._engine.decode_runner.graphs
+        return {} if graphs is None else graph_manifest(graphs)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; ids are passed through as they are."""

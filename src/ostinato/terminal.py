@@ -3,12 +3,12 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from rich.console import Console
 from rich.filesize import decimal
-from rich.progress import BarColumn, DownloadColumn, Progress
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, ProgressColumn
 from rich.text import Text
 
 from .llm import LLM
@@ -20,6 +20,8 @@ class Terminal:
 
     def __init__(self) -> None:
         self._notes = Console(stderr=True)
+        self._is_terminal = self._notes.is_terminal
+        self._live: Progress | None = None
 
     def write(self, text: str) -> None:
         """Text of the result, seen at once."""
@@ -30,16 +32,26 @@ class Terminal:
         """One line about what is going on."""
         self._notes.print(Text(text, style="dim"), soft_wrap=True)
 
-    @contextmanager
-    def load_bar(self) -> Iterator[Callable[[int, int], None]]:
+    def load_bar(self) -> AbstractContextManager[Callable[[int, int], None]]:
         """A bar that appears with the first call of the function it gives, called with (bytes done, bytes in all)."""
-        columns = "loading", BarColumn(), DownloadColumn()
-        bar = Progress(*columns, console=self._notes, transient=True, disable=not self._notes.is_terminal)
-        task = bar.add_task("loading")
+        return self._bar("loading", DownloadColumn())
+
+    def capture_bar(self) -> AbstractContextManager[Callable[[int, int], None]]:
+        """The same for graphs, its function called with (graphs done, graphs in all)."""
+        return self._bar("Capturing CUDA graphs (decode):", MofNCompleteColumn())
+
+    @contextmanager
+    def _bar(self, title: str, amount: ProgressColumn) -> Iterator[Callable[[int, int], None]]:
+        bar = Progress(title, BarColumn(), amount, console=self._notes, transient=True, disable=not self._is_terminal)
+        task = bar.add_task(title)
 
         def show(done: int, total: int) -> None:
+            if self._live is not bar:  # one at a time
+                if self._live is not None:
+                    self._live.stop()
+                self._live = bar
+                bar.start()
             bar.update(task, completed=done, total=total)
-            bar.start()
 
         try:
             yield show
@@ -97,6 +109,21 @@ def eager_warning(llm: LLM) -> str:
     if llm.device.type != "cuda" or (report.capture != "off" and not report.eager_decodes):
         return ""
     return " · WITHOUT CUDA GRAPHS: slow" if report.capture == "off" else f" · {report.eager_decodes} eager steps"
+
+
+def graphs_line(llm: LLM) -> str:
+    """What graphs there are, as the end of a line; nothing where there are none."""
+    report = llm.graph_report()
+    if report.capture == "off":
+        return ""
+    if report.capture == "lazy":
+        return f" · graphs: {report.path.value}, captured when used"
+    sizes = (
+        f"{len(report.sizes)} sizes up to {max(report.sizes)}" if len(report.sizes) > 1 else f"size {report.sizes[0]}"
+    )
+    missing = f", {len(report.missing)} missing" if report.missing else ""
+    took = f"in {report.seconds:.1f} s, {decimal(report.num_bytes)}"
+    return f" · graphs: {report.path.value}, {sizes}, {took}{missing}"
 
 
 def load_line(llm: LLM, name: str) -> str:

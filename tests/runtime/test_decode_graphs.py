@@ -302,9 +302,9 @@ def recorded(engine: Engine, generate: Generate, batch: list[Any]) -> list[list[
         if seen and chunk.reason is not Reason.PREFILL:
             seen[-1].append(chunk.reason)
 
-    def stepping(sequences: Any) -> Any:
+    def stepping(sequences: Any, **more: Any) -> Any:
         seen.append([])
-        return run(sequences)
+        return run(sequences, **more)
 
     counters.count, engine.decode_runner.run = noting, stepping  # type: ignore[method-assign]
     try:
