@@ -193,21 +193,13 @@ def inside() -> Callable[[Engine], Inside]:
 
 @pytest.fixture(scope="session")
 def make_engine() -> Callable[..., Engine]:
-    """`make_engine(model, eos=(), tokenizer=None, **sizes)`: an engine of 16-token blocks unless the sizes differ."""
+    """`make_engine(model, eos=(), tokenizer=None, **config)`: an engine of 16-token blocks that does one step after the
+    other, without graphs, on any device, unless the config differs."""
 
     def make(model: Any, *, eos: tuple[int, ...] = (), tokenizer: Any = None, **sizes: Any) -> Engine:
-        config = EngineConfig(
-            **(
-                {
-                    "block_size": 16,
-                    "max_num_seqs": 8,
-                    "kv_cache_memory_bytes": 1 << 20,
-                    "run_ahead": False,
-                    "graphs": "off",
-                }
-                | sizes
-            )
-        )
+        plain = {"graphs": "off", "graph_self_test": False, "run_ahead": False}
+        small = {"block_size": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20}
+        config = EngineConfig(**(plain | small | sizes))
         return Engine(model, config, tokenizer=tokenizer, eos_token_ids=eos)
 
     return make
