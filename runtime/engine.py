@@ -109,7 +109,7 @@ class Engine:
         captures = policy.path is not Path.EAGER and not policy.forced and policy.lazy_steps is None
         if model.device.type != "cuda" or config.kv_cache_memory_bytes is not None or not captures:
             return None
-        least = KVPlan(FIRST_BLOCK + 1, plan.max_model_len)
+        least = KVPlan(FIRST_BLOCK + 2, plan.max_model_len)  # one live row, with one block to read
         return rehearse(lambda: build_runner(model, config, least, Hooks(model.config.num_layers)), model.device)
 
     @property
@@ -354,7 +354,8 @@ class Engine:
 
 
 def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks) -> tuple[ModelRunner, int]:
-    """What runs the steps, nothing captured yet, and the bytes of its KV cache."""
+    """What runs the steps, nothing captured yet, and the bytes that its KV cache took of the device."""
+    before = allocator_bytes(model.device)
     block_bytes = model.config.kv_bytes_per_token(model.dtype) * config.block_size
     with memory_for(
         f"a KV cache of {plan.num_blocks * block_bytes} bytes ({plan.num_blocks} blocks of {config.block_size} "
@@ -364,6 +365,7 @@ def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hook
         kv_cache = KVCache.allocate(
             model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
         )
+    kv_bytes = allocator_bytes(model.device) - before
     state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
     sampler = Sampler(config.max_num_seqs, model.config.vocab_size, device=model.device)
     policy, settings = graph_plan(config, model.device)
@@ -372,7 +374,7 @@ def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hook
         pieces = DecodePieces(model, kv_cache, state, sampler)
         graphs = DecodeGraphs(pieces, graph_backend(model.device), settings)
     runner = ModelRunner(model, kv_cache, state, sampler, hooks=hooks, policy=policy, graphs=graphs)
-    return runner, plan.num_blocks * block_bytes
+    return runner, kv_bytes
 
 
 def graph_plan(config: EngineConfig, device: torch.device) -> tuple[DecodePolicy, GraphSettings]:
@@ -403,6 +405,14 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
         return CPU_KV_CACHE_BYTES
     free, total = torch.cuda.mem_get_info(device)
     return max(0, free - int(total * (1 - config.gpu_memory_utilization)))
+
+
+def allocator_bytes(device: torch.device) -> int:
+    """Bytes of a GPU that torch's allocator holds for tensors that live; 0 for a CPU."""
+    if device.type != "cuda":
+        return 0
+    free_memory(device)
+    return torch.cuda.memory_reserved(device)
 
 
 def memory_bytes(device: torch.device) -> int:

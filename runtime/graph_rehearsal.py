@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 from .cuda_backend import graph_backend
+from .graph_self_test import self_test
 from .model_runner import ModelRunner
 
 
@@ -23,6 +24,7 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device)
     graphs = runner.decode_runner.graphs
     assert graphs is not None, "without graphs there is nothing to rehearse"
     runner.decode_runner.capture(None)
+    self_test(graphs, runner.decode_runner.policy.path, smallest_only=True)  # loads what the real one will need
     free_memory(device)
     full = backend.memory_bytes()
     graphs.release()

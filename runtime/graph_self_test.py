@@ -13,17 +13,21 @@ NUM_READ_BLOCKS = 64
 """Blocks that all rows read their earlier keys from, so that a test of long contexts fills little memory."""
 
 
-def self_test(graphs: DecodeGraphs, path: Path) -> int:
+def self_test(graphs: DecodeGraphs, path: Path, *, smallest_only: bool = False) -> int:
     """Compare every captured bucket of a path with the eager run of the same launch plan on the same padded bucket.
 
     All rows of a bucket are live but the last (if there are more), and their contexts are once short and once as long
     as the table and the model admit. Outputs, step state and the keys and values written must be equal bit for bit; a
     bucket that differs is dropped with its reason. Needs free KV blocks, that is, an engine without sequences.
 
+    Args:
+        smallest_only: of each kind of sampling only the smallest bucket.
+
     Returns:
         How many buckets were compared.
     """
-    keys = [key for config in graphs.configs for key in config.bucket_keys() if graphs.has(path, key)]
+    kinds = [[key for key in config.bucket_keys() if graphs.has(path, key)] for config in graphs.configs]
+    keys = [key for kind in kinds for key in (kind[-1:] if smallest_only else kind)]
     with graphs.at_rest():
         rows = _Rows(graphs)
         for key in keys:

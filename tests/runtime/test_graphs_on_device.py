@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -232,6 +233,30 @@ def test_a_batch_above_the_largest_graph_is_split(model: Decoder) -> None:
     run(one, batch)
     assert one.decode_runner.counters.by_reason[Reason.SPLIT] == 2 * (FEATURES["random"].max_tokens or 0) - 2
     assert len(exact) == 7
+
+
+def test_other_threads_work_while_graphs_are_captured(model: Decoder) -> None:
+    """Copies from pinned memory, allocations and synchronisations of another thread break no capture."""
+    stop, rounds = threading.Event(), [0]
+
+    def work() -> None:
+        stream = torch.cuda.Stream()
+        while not stop.is_set():
+            with torch.cuda.stream(stream):
+                torch.ones(1 << 16, pin_memory=True).to("cuda", non_blocking=True).sum()
+            stream.synchronize()
+            rounds[0] += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 256, "kv_cache_memory_bytes": 1 << 28}
+        one = Engine(model, EngineConfig(**sizes), tokenizer=None, eos_token_ids=())
+    finally:
+        stop.set()
+        thread.join()
+    assert graphs_of(one).drops() == []
+    assert rounds[0] > 10
 
 
 @pytest.mark.parametrize("mode", ["whole", "piecewise"])
