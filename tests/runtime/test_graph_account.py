@@ -158,7 +158,7 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing(
     made = []
 
     def build() -> Any:
-        runner, num_bytes = build_runner(model, config, KVPlan(3, 64), Hooks(2))
+        runner, num_bytes = build_runner(model, config, KVPlan(4, 64), Hooks(2))
         made.append(runner.decode_runner.graphs)
         return runner, num_bytes
 
