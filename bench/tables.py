@@ -55,6 +55,37 @@ def cpu_load() -> str:
     return table(["stored as", "loaded as", "weights", "peak / weights"], rows)
 
 
+def decode_loop() -> str:
+    """The last cell of each kind, and where and when the cells were measured."""
+    runs: list[dict[str, Any]] = []
+    cells: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for line in map(json.loads, (RESULTS / "h200-decode-loop.jsonl").read_text().splitlines()):
+        if "id" not in line:
+            runs.append(line)
+            continue
+        model, batch, mode = line["id"].removeprefix("decode/").split(":")
+        cells.setdefault((model, int(batch)), {})[mode] = line
+    rows = []
+    for (model, batch), modes in sorted(cells.items(), key=lambda cell: (cell[0][0] != "llama-3.2-1b", cell[0][1])):
+        whole = modes["whole"]["ms"]
+        times = [
+            f"{modes[mode]['ms']:.3f}" if mode in modes else "" for mode in ("piecewise", "whole", "hook", "eager")
+        ]
+        ratio = f"{modes['piecewise']['ms'] / whole:.3f}" if "piecewise" in modes else ""
+        replay = modes["whole"]["replay"]
+        rows.append([model, str(batch), *times[:2], ratio, *times[2:], f"{replay:.3f}"])
+    columns = ["model", "batch", "piecewise, ms", "whole, ms", "ratio", "whole, a hook in the middle, ms", "eager, ms",
+               "bare replay, ms"]  # fmt: skip
+    first = runs[0]
+    ceilings = [run["read_ceiling"] / 1e12 for run in runs]
+    where = f"{first['device']}, torch {first['torch']}, Triton {first['triton']}, {first['date'][:10]}"
+    commits = ", ".join(run["commit"] for run in runs)
+    return (
+        f"{table(columns, rows)}\n\n{where}; read ceiling {min(ceilings):.2f} to {max(ceilings):.2f} TB/s; "
+        f"commits {commits}; cells that are empty were not measured"
+    )
+
+
 def gpu_step() -> str:
     head, *cells = [json.loads(line) for line in (RESULTS / "h200-step.jsonl").read_text().splitlines()]
     rows = []
@@ -67,7 +98,7 @@ def gpu_step() -> str:
     return f"{table(columns, rows)}\n\n{where}; read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s"
 
 
-TABLES = {"cpu_generate": cpu_generate, "cpu_load": cpu_load, "gpu_step": gpu_step}
+TABLES = {"decode_loop": decode_loop, "cpu_generate": cpu_generate, "cpu_load": cpu_load, "gpu_step": gpu_step}
 
 
 def fill(text: str) -> str:

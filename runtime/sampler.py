@@ -103,6 +103,7 @@ class Sampler:
         self._biases = torch.empty(max_num_seqs, MAX_LOGIT_BIASES, dtype=torch.float32, device=device)
         self._banned_ids = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.int64, device=device)
         self._is_banned = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.bool, device=device)
+        self._row_numbers = torch.arange(max_num_seqs, device=device)
         self._counts: tuple[Tensor, Tensor] | None = None
         self.reset()
 
@@ -241,7 +242,7 @@ class Sampler:
         """
         num_rows = logits.shape[0]
         road = road or self.road(range(num_rows) if rows is None else rows)
-        index = torch.arange(num_rows, device=self.device) if rows is None else torch.tensor(rows, device=self.device)
+        index = self._row_numbers[:num_rows] if rows is None else torch.tensor(rows, device=self.device)
         assert index.shape == positions.shape == (num_rows,), "one row number and one position for each row of logits"
 
         def take(state: Tensor) -> Tensor:
