@@ -125,7 +125,6 @@ class DecodeGraphs:
         self.cuts: tuple[int, ...] = ()
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
         self._steps: dict[BucketKey, list[_Piece]] = {}
-        self._steps_cuts: tuple[int, ...] = ()
         self._whole_buckets: dict[tuple[Path, BucketKey], bool] = {}
         self._whole_buckets_at: tuple[object, ...] = ()
         self._address_checked: set[tuple[Path, BucketKey]] = set()
@@ -263,7 +262,7 @@ class DecodeGraphs:
                 runner.prepare_for_capture()
             blocks.append(runner)
         self._failed = {at: why for at, why in self._failed.items() if at[0] is not Path.PIECEWISE}
-        self.blocks, self.cuts = blocks, cuts  # together: Ctrl-C may come before or after
+        self.blocks, self.cuts, self._steps = blocks, cuts, {}  # together: Ctrl-C may come before or after
         for runner in before.values():
             runner.release_graphs()
 
@@ -370,8 +369,6 @@ class DecodeGraphs:
 
     def _step_of(self, key: BucketKey) -> "list[_Piece]":
         """The pieces of a step on a bucket as the blocks are cut now."""
-        if self._steps_cuts != self.cuts:
-            self._steps, self._steps_cuts = {}, self.cuts
         if key not in self._steps:
             self._steps[key] = self._make_step(key)
         return self._steps[key]

@@ -26,11 +26,11 @@ MAY_IMPORT = {
 THIRD_PARTY = {
     "kernels": {"torch", "triton"},
     "model": {"torch"},
-    "runtime": {"torch"},
+    "runtime": {"torch", "cuda"},
     "weights": {"torch", "safetensors", "huggingface_hub", "tokenizers", "jinja2", "gguf", "numpy", "rich"},
     "": {"torch", "huggingface_hub", "rich", "typer"},
 }
-ONLY_WHERE_USED = {"gguf", "numpy", "jinja2"}  # imported in functions, never at the top of a module
+ONLY_WHERE_USED = {"gguf", "numpy", "jinja2", "cuda"}  # imported in functions, never at the top of a module
 
 PACKAGE_FILES = sorted([*FACE.glob("*.py"), *(path for name in SUBPACKAGES for path in (ROOT / name).rglob("*.py"))])
 OTHER_FILES = sorted(path for name in ("tests", "bench") for path in (ROOT / name).rglob("*.py"))

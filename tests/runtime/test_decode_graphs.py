@@ -624,6 +624,20 @@ def test_a_hook_cuts_the_blocks_and_its_removal_makes_them_whole(
     assert outputs["off"] != plain, "the hook did something"
 
 
+def test_a_cut_that_comes_back_replays_the_regions_of_now(engine: Callable[..., Engine], generate: Generate) -> None:
+    """With steps between that are whole, and so look at no region."""
+    one, plain = engine(largest=6), None
+    for _ in range(3):
+        handle = one.hooks.add(1, lambda hidden, rows: hidden * 1.5)
+        tokens = [s.output_ids for s in generate(one, *requests(2, GREEDY))]
+        handle.remove()
+        generate(one, *requests(2, GREEDY))
+        assert plain in (None, tokens)
+        plain = tokens
+    assert one.decode_runner.graphs.drops() == []  # type: ignore[union-attr]
+    assert one.decode_runner.counters.num_eager_decodes == 0
+
+
 def test_blocks_are_cut_anywhere_within_the_claimed_buffers(make_engine: MakeEngine, model_config: Any) -> None:
     """Three hooks, then two, then one: buffers stay the same, and so do the tokens."""
     from ostinato.weights import dummy_model
