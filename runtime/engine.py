@@ -5,6 +5,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from numbers import Integral
 
 import torch
 
@@ -190,10 +191,12 @@ class Engine:
 
         Raises:
             HookError: a hook raised, so that the step could not be served.
-            RuntimeError: it is called out of a step.
+            RuntimeError: it is called out of a step, or by a second thread during one.
         """
         if self._is_working:
-            raise RuntimeError("an engine cannot generate out of its own step: from a hook or a logits processor")
+            raise RuntimeError(
+                "an engine cannot generate out of its own step: from a hook, a logits processor or a second thread"
+            )
         self._undivided(self._step)
 
     def abort(self, *sequences: Sequence) -> None:
@@ -343,10 +346,10 @@ class Engine:
         if not prompt_ids:
             raise ValueError("the prompt is empty: it must have at least 1 token")
         for token_id in prompt_ids:
-            if type(token_id) is not int:
+            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
                 raise TypeError(f"a prompt's token ids must be integers, got {token_id!r}")
-            self._check_token_id("prompt", token_id)
-        return tuple(prompt_ids)
+            self._check_token_id("prompt", int(token_id))
+        return tuple(map(int, prompt_ids))
 
     def _check_token_id(self, kind: str, token_id: int) -> None:
         if not 0 <= token_id < self.vocab_size:

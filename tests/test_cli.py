@@ -236,7 +236,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
 def test_mistakes(cli: Cli, chat_model: Path, words: list[str], named: str) -> None:
     """Exit code 2, nothing on stdout, and one line on stderr, beside the one about a model that was loaded before."""
     result = cli(*(chat_model if word == "MODEL" else word for word in words))
-    assert (result.code, result.out.strip()) == (2, "")
+    assert (result.code, result.out) == (2, "")
     *before, line = result.err.splitlines()
     assert len(before) <= 1
     assert all("parameters" in other for other in before)

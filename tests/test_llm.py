@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,9 +49,12 @@ def test_forms_of_a_prompt(llm: LLM) -> None:
     ids = {text: llm.tokenizer.encode(text) for text in ("first", "second one")}
     alone = {text: tokens(llm.generate(text, GREEDY)) for text in ids}
     for text in ids:
-        forms: list[Any] = [ids[text], tuple(ids[text]), [text], [ids[text]]]
+        of_numpy = [np.int64(token_id) for token_id in ids[text]]
+        forms: list[Any] = [ids[text], tuple(ids[text]), of_numpy, [text], [ids[text]]]
         for prompt in forms:
-            assert tokens(llm.generate(prompt, GREEDY)) == alone[text]
+            results = llm.generate(prompt, GREEDY)
+            assert tokens(results) == alone[text]
+            assert {type(token_id) for token_id in results[0].prompt_token_ids} == {int}
     results = llm.generate(["first", ids["second one"], "first"], GREEDY)
     assert tokens(results) == alone["first"] + alone["second one"] + alone["first"]
     assert [result.prompt for result in results] == ["first", None, "first"]

@@ -72,13 +72,14 @@ class Checkpoint(ABC):
         raise CheckpointError(f"{self.path}: holds no tensors and its config names no dtype")
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: str | Path) -> Checkpoint:
     """Open a Hugging Face folder with safetensors weights, or a single `.gguf` file.
 
     Raises:
         CheckpointError: nothing there, or something that is not a sound checkpoint.
         UnsupportedModelError: the config asks for what the model folder cannot do.
     """
+    path = Path(path)
     try:
         mode = path.stat().st_mode
     except FileNotFoundError as error:

@@ -48,8 +48,9 @@ class Completion:
         held = [""] * self._params.n
         finished = [False] * self._params.n
         shown = 0
+        request = self._llm.stream(self._prompt_ids, self._params)  # refuses mistakes before anything is written
         try:
-            with closing(self._llm.stream(self._prompt_ids, self._params)) as deltas:
+            with closing(request) as deltas:
                 terminal.write(self._header(shown))
                 for delta in deltas:
                     clock.saw(delta)

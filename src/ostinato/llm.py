@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal
 
@@ -327,7 +328,7 @@ def named_shape(name: str | Path | None) -> ModelConfig:
 def _prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if not isinstance(prompts, Sequence):
         raise TypeError(f"prompts must be a text, a list of token ids, or a list of either, got {prompts!r}")
-    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral)):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -53,8 +53,9 @@ def test_default_dtype_of_nothing(tiny_config: Callable[..., dict[str, Any]]) ->
 
 
 def test_open_what_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="absent: no such file or folder"):
-        open_checkpoint(tmp_path / "absent")
+    for absent in (tmp_path / "absent", str(tmp_path / "absent")):
+        with pytest.raises(CheckpointError, match="absent: no such file or folder"):
+            open_checkpoint(absent)
 
 
 def test_open_another_kind_of_file(tmp_path: Path) -> None:
