@@ -2,20 +2,17 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import SINK_BLOCK
-from ..model.decoder import Preamble
 from .bucket_capture import Capturer, CaptureSummary, Progress
 from .cuda_graph_runner import CudaGraphRunner
 from .decode_pieces import (
-    BLOCKS_IN,
-    BLOCKS_OUT,
     GRAPH_ROADS,
     WALK,
     DecodePieces,
@@ -30,8 +27,8 @@ from .graph_backend import GraphBackend
 from .graph_buckets import BucketKey
 from .graph_ledger import GraphLedger
 from .graph_reason import Path, Reason
-from .piecewise_output import PiecewiseOutput
 from .piecewise_runner import PiecewiseCudaGraphRunner
+from .piecewise_step import PiecewiseStep, region_key
 from .sampler import SampleRoad
 from .static_buffers import GraphResources, StaticBuffers
 
@@ -72,24 +69,6 @@ class GraphSettings:
     enable_nvtx: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class _Piece:
-    """A piece of a step on one bucket: the preamble, a region, or a place where users' code may come in.
-
-    Attributes:
-        values: what it reads, or what users see there.
-        layer: of a hook; None for all else.
-        is_logits: the place of logits processors and masks.
-        region: what replays; None for the preamble and for places.
-    """
-
-    values: Tensor
-    layer: int | None = None
-    is_logits: bool = False
-    region: PiecewiseCudaGraphRunner | None = None
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
-
-
 class DecodeGraphs:
     """Everything that replays decode steps of one engine: one pool, one set of buffers.
 
@@ -124,7 +103,9 @@ class DecodeGraphs:
         self.blocks: list[PiecewiseCudaGraphRunner] = []
         self.cuts: tuple[int, ...] = ()
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
-        self._steps: dict[BucketKey, list[_Piece]] = {}
+        self.step = PiecewiseStep(
+            pieces, buffers, self.head, self.samples, lambda key: self._check_addresses(Path.PIECEWISE, key)
+        )
         self._whole_buckets: dict[tuple[Path, BucketKey], bool] = {}
         self._whole_buckets_at: tuple[object, ...] = ()
         self._address_checked: set[tuple[Path, BucketKey]] = set()
@@ -262,7 +243,8 @@ class DecodeGraphs:
                 runner.prepare_for_capture()
             blocks.append(runner)
         self._failed = {at: why for at, why in self._failed.items() if at[0] is not Path.PIECEWISE}
-        self.blocks, self.cuts, self._steps = blocks, cuts, {}  # together: Ctrl-C may come before or after
+        self.blocks, self.cuts = blocks, cuts  # together: Ctrl-C may come before or after
+        self.step.cut(blocks, cuts)
         for runner in before.values():
             runner.release_graphs()
 
@@ -286,7 +268,7 @@ class DecodeGraphs:
         """A step on a bucket, in one graph or by its Python; returns its outputs, padding rows included.
 
         Args:
-            replay_failed: as for `run_piecewise`.
+            replay_failed: as for `PiecewiseStep.run`.
         """
         if not eager:
             try:
@@ -298,100 +280,6 @@ class DecodeGraphs:
             except Exception as error:
                 replay_failed(error)
         return self.whole.run_eager(key, {})
-
-    def run_piecewise(
-        self,
-        key: BucketKey,
-        num_rows: int,
-        *,
-        eager: bool,
-        at_layer: Callable[[int, Tensor], None],
-        at_logits: Callable[[Tensor], None] | None,
-        replay_failed: Callable[[Exception], None],
-        begun: int = 0,
-    ) -> dict[str, Tensor]:
-        """A step on a bucket, piece by piece.
-
-        A region whose replay fails has its inputs still, since none writes to them: it runs eagerly, and so do those
-        after it. What ran before, users' code above all, does not run again.
-
-        Args:
-            eager: run the Python of the regions, on the same buffers.
-            at_layer: called with (layer, hidden states of the real rows) at each cut.
-            at_logits: called with the logits of the real rows; None: nobody wants them.
-            replay_failed: called with what a replay raised; may raise itself, where no step may be eager.
-            begun: pieces that `begin_piecewise` has run.
-        """
-        output = PiecewiseOutput({}, num_rows)
-        for piece in self._step_of(key)[begun:]:
-            if piece.layer is not None:
-                at_layer(piece.layer, piece.values[:num_rows])
-            elif piece.region is None and piece.is_logits:
-                if at_logits is not None:
-                    at_logits(piece.values[:num_rows])
-            elif piece.region is None:
-                self._run_preamble(key)
-            else:
-                if not eager:
-                    try:
-                        self._check_addresses(Path.PIECEWISE, key)
-                        output = piece.region.run_in_place(runner_key(piece.region, key), num_rows)
-                        continue
-                    except Exception as error:
-                        replay_failed(error)
-                        eager = True
-                output = piece.region.run_eager(piece.inputs, key.bs, num_rows)
-        return {name: output.get_view(name) for name in output}  # type: ignore[misc]
-
-    def begin_piecewise(self, key: BucketKey, num_rows: int, replay_failed: Callable[[Exception], object]) -> int:
-        """Run a step up to the first place where users' code may come in; returns how many pieces that were.
-
-        Nothing is committed by them, so that the step may as well be run from its start: keys and values go to the
-        same places again. 0 if a replay failed.
-        """
-        for done, piece in enumerate(self._step_of(key)):
-            if piece.layer is not None or piece.is_logits:
-                return done
-            if piece.region is None:
-                self._run_preamble(key)
-                continue
-            try:
-                piece.region.run_in_place(runner_key(piece.region, key), num_rows)
-            except Exception as error:
-                replay_failed(error)
-                return 0
-        raise AssertionError("logits come before the end of a step")
-
-    def _run_preamble(self, key: BucketKey) -> None:
-        get = self.resources.buffers.get
-        names = (BLOCKS_IN, "preamble.cos", "preamble.sin", "preamble.slot_mapping")
-        self.pieces.preamble(key.bs, out=Preamble(*(get(name, key.bs) for name in names)))
-
-    def _step_of(self, key: BucketKey) -> "list[_Piece]":
-        """The pieces of a step on a bucket as the blocks are cut now."""
-        if key not in self._steps:
-            self._steps[key] = self._make_step(key)
-        return self._steps[key]
-
-    def _make_step(self, key: BucketKey) -> "list[_Piece]":
-        get, num_layers = self.resources.buffers.get, self.pieces.num_layers
-        hidden, logits = get(BLOCKS_IN, key.bs), get("sample.logits", key.bs)
-        context = {name: get(f"preamble.{name}", key.bs) for name in ("cos", "sin", "slot_mapping")}
-        step = [_Piece(hidden)]
-        for region, span in zip(self.blocks, block_spans(num_layers, self.cuts), strict=True):
-            if span[0] in self.cuts:
-                step.append(_Piece(hidden, layer=span[0]))
-            step.append(_Piece(hidden, region=region, inputs={"hidden": hidden, **context}))
-            hidden = get(span[3], key.bs)
-        if num_layers in self.cuts:
-            step.append(_Piece(hidden, layer=num_layers))
-        assert hidden is get(BLOCKS_OUT, key.bs), "the last region ends in the head's input"
-        assert isinstance(key.cg_key_info, SampleRoad), "decode buckets are keyed by what sampling needs"
-        sample = self.samples[key.cg_key_info]
-        step.append(_Piece(hidden, region=self.head, inputs={"hidden": hidden}))
-        step.append(_Piece(logits, is_logits=True))
-        step.append(_Piece(logits, region=sample, inputs={"logits": logits}))
-        return step
 
     def _fingerprint(self) -> dict[str, int]:
         """Where everything lies that graphs are captured with."""
@@ -446,7 +334,5 @@ def _label(span: tuple[int, int, str, str]) -> str:
 
 
 def runner_key(runner: CudaGraphRunner | PiecewiseCudaGraphRunner, key: BucketKey) -> BucketKey:
-    """The runner's own key for a decode bucket: regions are named by label and know nothing of sampling."""
-    if isinstance(runner, CudaGraphRunner):
-        return key
-    return BucketKey(runner.label, None, key.bs, key.num_tokens)
+    """The runner's own key for a decode bucket."""
+    return key if isinstance(runner, CudaGraphRunner) else region_key(runner, key)

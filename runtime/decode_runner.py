@@ -253,7 +253,7 @@ class DecodeRunner:
         rows = hook_rows(sequences) if self._hooks else ()
         begun, self._begun = self._begun, None
         wants_logits = has_logits_processor(sequences) or has_token_mask(sequences)
-        outputs = self.graphs.run_piecewise(
+        outputs = self.graphs.step.run(
             chunk.key,
             num_rows,
             eager=eager,
@@ -273,7 +273,7 @@ class DecodeRunner:
         assert self.graphs is not None, "a bucket belongs to graphs"
         if chunk.path is not Path.PIECEWISE or chunk.key is None:
             return
-        pieces = self.graphs.begin_piecewise(chunk.key, len(sequences), lambda error: self._after_failure(chunk, error))
+        pieces = self.graphs.step.begin(chunk.key, len(sequences), lambda error: self._after_failure(chunk, error))
         self._begun = Begun(pieces, self._now(chunk))
 
     def _now(self, chunk: Chunk) -> tuple[object, ...]:

@@ -80,7 +80,7 @@ class _Rows:
         if path is Path.WHOLE:
             outputs = self._graphs.run_whole(key, live, eager=eager, replay_failed=failed.append)
         else:
-            outputs = self._graphs.run_piecewise(
+            outputs = self._graphs.step.run(
                 key, live, eager=eager, at_layer=_nothing, at_logits=None, replay_failed=failed.append
             )
         if failed:

@@ -232,8 +232,14 @@ HOST = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can'
             "ostinato.llm.load_model",
             r"not enough memory for \d+ bytes of weights \(\d+ parameters in float32\) on cpu: ",
         ),
-        ("ostinato.runtime.engine.KVCache.allocate", r"KV cache of 107520 bytes \(42 blocks of 16 .*--max-model-len"),
-        ("ostinato.runtime.engine.Sampler", r"rows, buffers and graphs of 4 sequences on cpu: lower max_num_seqs"),
+        (
+            "ostinato.runtime.engine_parts.KVCache.allocate",
+            r"KV cache of 107520 bytes \(42 blocks of 16 .*--max-model-len",
+        ),
+        (
+            "ostinato.runtime.engine_parts.Sampler",
+            r"rows, buffers and graphs of 4 sequences on cpu: lower max_num_seqs",
+        ),
     ],
     ids=["weights", "cache", "rest"],
 )

@@ -13,7 +13,7 @@ from ostinato.kernels import FIRST_BLOCK
 from ostinato.model import ModelConfig
 from ostinato.runtime import EngineConfig
 from ostinato.runtime.config import BLOCK_SIZES, plan_kv_cache
-from ostinato.runtime.engine import graph_plan
+from ostinato.runtime.engine_parts import graph_plan
 
 MakeConfig = Callable[..., ModelConfig]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ostinato.kernels import FIRST_BLOCK, SINK_BLOCK
 from ostinato.runtime import Engine, EngineConfig, FinishReason, SamplingParams, Sequence
-from ostinato.runtime.engine import CPU_KV_CACHE_BYTES, kv_cache_bytes
+from ostinato.runtime.engine_parts import CPU_KV_CACHE_BYTES, kv_cache_bytes
 
 VOCAB_SIZE = 61
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)

@@ -13,7 +13,7 @@ from ostinato.model import Decoder
 from ostinato.runtime import Engine, EngineConfig, Reason, SamplingParams
 from ostinato.runtime.config import KVPlan
 from ostinato.runtime.decode_graphs import DecodeGraphs
-from ostinato.runtime.engine import build_runner
+from ostinato.runtime.engine_parts import build_runner
 from ostinato.runtime.graph_ledger import GraphLedger, LedgerEntry
 from ostinato.runtime.graph_manifest import diff_manifests, graph_manifest
 from ostinato.runtime.graph_nodes import GraphCounts
