@@ -91,7 +91,7 @@ def test_a_stream_that_anothers_failure_ends_says_so(
     bystander = llm.stream("kept", SamplingParams(seed=4, max_tokens=60, ignore_eos=True, n=2))
     next(bystander), next(bystander)
 
-    def fail(batch: object) -> None:
+    def fail(batch: object, **more: object) -> None:
         raise error
 
     with monkeypatch.context() as patched:
