@@ -27,8 +27,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
     for name in names:
         if name in FAMILY_OF_CLASS:
             return FAMILY_OF_CLASS[name]
-    found = ", ".join(names) or f"model_type {model_type!r}"
-    raise UnsupportedModelError(f"architecture {found} is not supported; supported: {', '.join(FAMILY_OF_CLASS)}")
+    found = (
+        f"architecture {', '.join(names)}" if names else f"architectures names no class, and model_type {model_type!r}"
+    )
+    raise UnsupportedModelError(f"{found} is not supported; supported: {', '.join(FAMILY_OF_CLASS)}")
 
 
 @dataclass(frozen=True)
@@ -92,10 +94,13 @@ class ConfigReader:
         return tuple(dict.fromkeys(ids))
 
     def dtype(self) -> torch.dtype | None:
-        name = self.config.get("dtype", self.config.get("torch_dtype", "auto"))
-        if name == "auto":
+        key = "dtype" if "dtype" in self.config else "torch_dtype"
+        value = self.config.get(key, "auto")
+        if value == "auto":
             return None
-        name = str(name).removeprefix("torch.")
+        name = value.removeprefix("torch.") if isinstance(value, str) else None
         if name not in DTYPES:
-            raise UnsupportedModelError(f"weights of dtype {name!r} are not supported; supported: {', '.join(DTYPES)}")
+            raise UnsupportedModelError(
+                f"config key {key} = {value!r} is not supported; supported: {', '.join(DTYPES)}"
+            )
         return DTYPES[name]

@@ -20,6 +20,9 @@ MAX_FILE_BYTES = 256 * 2**20
 MAX_DEPTH = 64
 """Levels of arrays and objects in a JSON file; a tokenizer.json has a dozen."""
 
+LFS_POINTER = b"version https://git-lfs.github.com/"
+IS_LFS_POINTER = "it is a Git LFS pointer, the file itself has not been fetched (`git lfs pull`)"
+
 MAX_MESSAGE = 2000
 """Characters of an error message. A name in a hostile file may have a hundred million."""
 
@@ -76,9 +79,12 @@ def read_file(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
         if size > limit:
             raise CheckpointError(f"{path}: has {size} bytes, above the limit of {limit}")
         try:
-            return file.read(size)
+            data = file.read(size)
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read: {_reason(path, error)}") from error
+    if data.startswith(LFS_POINTER):
+        raise CheckpointError(f"{path}: {IS_LFS_POINTER}")
+    return data
 
 
 def read_text(path: Path) -> str:

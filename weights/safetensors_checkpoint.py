@@ -30,6 +30,9 @@ QUANTIZED_NAME = re.compile(
     r"|weight_(packed|shape|g_idx|global_scale)|SCB|absmax|quant_map|nested_\w+|quant_state\.\w+)$"
 )
 
+ONE_OF_SEVERAL = re.compile(r"-\d+-of-(\d+)\.safetensors$")
+"""A shard's name, with the number of shards."""
+
 QUANTIZED_FILES = frozenset({"quantize_config.json", "quant_config.json", "hf_quant_config.json"})
 """Where GPTQ, AWQ and ModelOpt wrote what is now `quantization_config`."""
 
@@ -132,6 +135,9 @@ def _read_files(folder: Path, names: Set[str]) -> dict[Path, dict[str, TensorInf
     if not shards and len(files) > 1:
         listed = shorten(sorted(files))
         raise CheckpointError(f"{folder}: holds several safetensors files but no {INDEX_FILE}: {listed}")
+    lone = ONE_OF_SEVERAL.search(next(iter(files)))
+    if not shards and lone is not None and int(lone[1]) > 1:
+        raise CheckpointError(f"{folder}: holds {lone.string} without the other shards and {INDEX_FILE}")
     stray = sorted(files - (shards or files))
     if stray:
         wanted = f"the files that {INDEX_FILE} names" if weight_map else SINGLE_FILE

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .files import CheckpointError, open_regular, parse_json_object
+from .files import IS_LFS_POINTER, LFS_POINTER, CheckpointError, open_regular, parse_json_object
 
 MAX_HEADER_BYTES = 100_000_000
 """The library's own limit."""
@@ -71,8 +71,8 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
 def _header_length(prefix: bytes, size: int) -> int:
     if len(prefix) < 8:
         raise ValueError("the length of the header alone takes 8")
-    if prefix == b"version ":
-        raise ValueError("it is a Git LFS pointer, the file itself has not been fetched (`git lfs pull`)")
+    if prefix == LFS_POINTER[:8]:
+        raise ValueError(IS_LFS_POINTER)
     length: int = struct.unpack("<Q", prefix)[0]
     if length > size - 8:
         raise ValueError(f"its header would have {length} bytes, and {size - 8} are left")

@@ -200,7 +200,7 @@ KINDS: dict[str, dict[str, tuple[Spoil, str]]] = {
         "float8": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), f"{Q} is F8_E4M3"),
         "unknown": (header(lambda h: h[Q].update(dtype="F4X")), f"{Q} is F4X"),
         "header lies": (header(lambda h: h[Q].update(dtype="F16")), f"{Q}: F16 of shape .* takes .* hold"),
-        "config names another": (config(dtype="int4"), "config.json: .*dtype 'int4' are not supported"),
+        "config names another": (config(dtype="int4"), "config.json: .*config key dtype = 'int4' is not supported"),
     },
     "quantised checkpoints (B12)": {
         "known method": (config(quantization_config={"quant_method": "gptq"}), "quantization_config .* 'gptq'"),
@@ -231,8 +231,14 @@ KINDS: dict[str, dict[str, tuple[Spoil, str]]] = {
     "null and absent keys": {
         "vocab_size null": (config(vocab_size=None), r"config\.json: config key vocab_size is missing"),
         "hidden_size absent": (config(hidden_size=...), r"config\.json: config key hidden_size is missing"),
-        "architectures null": (config(architectures=None), r"config\.json: architecture model_type None is not"),
-        "no keys at all": (write("config.json", "{}"), r"config\.json: architecture .* is not supported"),
+        "architectures null": (
+            config(architectures=None),
+            r"config\.json: architectures names no class, and model_type None is not",
+        ),
+        "no keys at all": (
+            write("config.json", "{}"),
+            r"config\.json: architectures names no class, .* is not supported",
+        ),
         "weight_map null": (both(sharded, write(INDEX, '{"weight_map": null}')), "has no weight_map"),
         "shape null": (header(lambda h: h[Q].update(shape=None)), f"tensor {Q} has the shape None"),
         "offsets absent": (header(lambda h: h[Q].pop("data_offsets")), f"tensor {Q} is not described by"),
