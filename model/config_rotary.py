@@ -7,6 +7,9 @@ from .config_reader import ConfigReader, UnsupportedModelError
 from .families import Family
 from .rotary import RotaryConfig
 
+SCALING = ("factor", "short_factor", "long_factor")
+"""Keys of a rotary block that only mean something with a kind."""
+
 
 def read_rotary(reader: ConfigReader, family: Family, head_dim: int, max_position: int) -> RotaryConfig:
     """Both spellings: `rope_parameters` (with the theta inside), and `rope_theta` beside `rope_scaling`.
@@ -97,12 +100,23 @@ def _longrope(rope: ConfigReader, theta: float, rotary_dim: int, original: int, 
 
 
 def _rope_block(config: Any) -> dict[str, Any]:
-    """`rope_scaling` and `rope_parameters` as one, nulls dropped, `type` under its newer name `rope_type`."""
+    """`rope_scaling` and `rope_parameters` as one, nulls dropped, `type` under its newer name `rope_type`.
+
+    A block without a kind is of the default one: beside another kind it is a contradiction, of which transformers and
+    others would make different models.
+    """
     merged: dict[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         block = config.get(key, {})
         if not isinstance(block, dict):
             raise UnsupportedModelError(f"config key {key} = {block!r} is not an object")
+        if block and not block.keys() & {"type", "rope_type"}:
+            scaling = sorted(name for name in SCALING if block.get(name) is not None)
+            if scaling:
+                raise UnsupportedModelError(
+                    f"config key {key} has {', '.join(scaling)}, but no rope_type to say of what"
+                )
+            block = {"rope_type": "default", **block}
         for name, value in block.items():
             if isinstance(value, dict):
                 raise UnsupportedModelError(

@@ -241,6 +241,16 @@ def test_both_blocks_may_say_the_same_and_must_not_disagree() -> None:
     both["rope_parameters"] = {"rope_type": "default"}
     assert refusal(**both) == "rope_type is given twice: 'linear' and 'default'"
     assert "given twice" in refusal(rope_scaling={"type": "linear", "rope_type": "llama3"} | LLAMA3)
+    both["rope_parameters"] = {"rope_theta": 3000.0}
+    assert refusal(**both) == "rope_type is given twice: 'linear' and 'default'"
+
+
+def test_a_factor_needs_a_kind() -> None:
+    """B06: a block that is read and then passed over. Some read it as linear, some as none."""
+    assert (
+        refusal(rope_scaling={"factor": 2.0}) == "config key rope_scaling has factor, but no rope_type to say of what"
+    )
+    assert translate(rope_scaling={"factor": None, "rope_theta": 3000.0}).rotary == RotaryConfig("default", 3000.0, 8)
 
 
 def test_a_block_by_layer_type_is_refused() -> None:
