@@ -82,7 +82,7 @@ def decode_loop() -> str:
     commits = ", ".join(run["commit"] for run in runs)
     return (
         f"{table(columns, rows)}\n\n{where}; read ceiling {min(ceilings):.2f} to {max(ceilings):.2f} TB/s; "
-        f"commits {commits}; cells that are empty were not measured"
+        f"commits {commits}, with the kernels of {first['kernels']}; cells that are empty were not measured"
     )
 
 
@@ -95,7 +95,8 @@ def gpu_step() -> str:
         rows.append([model, batch, f"{cell['median'] / 1000:.3f}", share, f"{cell['eager'] / 1000:.1f}"])
     columns = ["model", "batch", "one graph, ms", "share of the read ceiling", "eager, ms"]
     where = f"{head['device']}, torch {head['torch']}, Triton {head['triton']}, {head['date'][:10]}"
-    return f"{table(columns, rows)}\n\n{where}; read ceiling {head['read_ceiling'] / 1e12:.2f} TB/s"
+    ceiling = head["read_ceiling"] / 1e12
+    return f"{table(columns, rows)}\n\n{where}; read ceiling {ceiling:.2f} TB/s; commit {head['commit'][:7]}"
 
 
 TABLES = {"decode_loop": decode_loop, "cpu_generate": cpu_generate, "cpu_load": cpu_load, "gpu_step": gpu_step}
