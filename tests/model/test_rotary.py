@@ -184,6 +184,16 @@ def test_a_cast_of_the_whole_model_leaves_the_tables_alone(cast: str) -> None:
     assert torch.equal(moved.sin, before[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_model_made_in_half_precision_has_the_same_tables(dtype: torch.dtype) -> None:
+    """B58, as checkpoints are loaded: bf16 tables pass the 1.5x rule, since transformers' own are bf16."""
+    config = make().config
+    exact, half = (Decoder(config, dtype=chosen, device="cpu") for chosen in (torch.float32, dtype))
+    assert half.cos.dtype == half.sin.dtype == torch.float32
+    assert torch.equal(half.cos, exact.cos)
+    assert torch.equal(half.sin, exact.sin)
+
+
 def test_tables_are_no_parameters() -> None:
     decoder = make()
     assert not {"cos", "sin"} & decoder.state_dict().keys()
