@@ -1,5 +1,6 @@
 """The tokenizer of a Hugging Face folder."""
 
+import logging
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from .files import CheckpointError, list_folder, read_file, read_json_object, read_optional, read_text
+from .files import CheckpointError, list_folder, read_file, read_json_object, read_optional, read_text, shorten
 from .tokenizer import Tokenizer, library_errors
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
@@ -65,9 +68,12 @@ def folder_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer | N
     config = read_optional(path, "tokenizer_config.json", names)
     if "added_tokens_decoder" not in config:  # a config that has it is complete, and a map beside it only a leftover
         config |= read_optional(path, "special_tokens_map.json", names)
-    special_tokens = _special_tokens(config)
+    special_tokens = _special_tokens(config, path)
     with library_errors(f"{path}: tokenizer_config.json adds tokens in an unknown form"):
         _add_tokens(backend, config, special_tokens)
+        moved = _moved_tokens(backend, config)
+    if moved:
+        logger.warning(f"{path}: tokenizer_config.json numbers tokens otherwise than tokenizer.json: {shorten(moved)}")
     backend.encode_special_tokens = bool(config.get("split_special_tokens"))
     chat_templates = _chat_templates(path, names, config)
     with library_errors(f"{file}: is not a tokenizer that can be used"):
@@ -77,10 +83,13 @@ def folder_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer | N
     return tokenizer
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+def _special_tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:
     """`bos_token` and the like; each is written as a text, or as an object with the text as its `content`."""
     named = {name: value for name, value in config.items() if name.endswith("_token")}
     texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    for name in ("bos_token", "eos_token"):
+        if named.get(name) is not None and not isinstance(texts[name], str):
+            raise CheckpointError(f"{path}: the tokenizer's {name} must be a text or null, not {named[name]!r}")
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
@@ -94,6 +103,16 @@ def _add_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any], specia
         if token.content not in known:
             known.add(token.content)
             backend.add_tokens([token])
+
+
+def _moved_tokens(backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> list[str]:
+    """Tokens that have another id than the config says. As in transformers, the backend's stands."""
+    numbered = (config.get("added_tokens_decoder") or {}).items()
+    said = {_added_token(value).content: int(number) for number, value in numbered}
+    ids = {content: backend.token_to_id(content) for content in said}
+    return [
+        f"{content!r} is {ids[content]}, not {number}" for content, number in said.items() if ids[content] != number
+    ]
 
 
 def _added_token(value: str | dict[str, Any], special: bool = False) -> AddedToken:

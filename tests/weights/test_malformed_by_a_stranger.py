@@ -432,6 +432,14 @@ SINGLE: dict[str, dict[str, tuple[Damage, tuple[str, ...]]]] = {
             both(without("tokenizer.json"), content("tokenizer.model", b"\n\x0e\n\x05<unk>")),
             ("tokenizer.model", "tokenizer.json"),
         ),
+        "bos a number": (
+            content("tokenizer_config.json", {"bos_token": 0, "eos_token": "</s>"}),
+            ("bos_token", "not 0"),
+        ),
+        "eos a list": (
+            content("tokenizer_config.json", {"bos_token": "<s>", "eos_token": ["</s>"]}),
+            ("eos_token", "['</s>']"),
+        ),
         "template not text": (
             content("tokenizer_config.json", {"chat_template": 7, "bos_token": "<s>", "eos_token": "</s>"}),
             ("chat_template",),
@@ -899,6 +907,18 @@ def test_an_added_token_without_an_embedding(
     assert "40" in warnings
     with pytest.raises(ValueError, match="40"):
         llm.generate("a [PAD] b", SamplingParams(max_tokens=1))
+
+
+def test_added_tokens_with_other_ids(good: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A tokenizer.json and a config of two versions: as in transformers, the first stands, but not without a word."""
+    folder = tmp_path / "model"
+    shutil.copytree(good["single"], folder)
+    (folder / "tokenizer.json").write_text(a_tokenizer(36))
+    added = {"1": {"content": "</s>"}, "7": {"content": "<s>"}, "39": {"content": "<|im_end|>"}}
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    _, warnings = loaded(folder, caplog)
+    assert "'<s>' is 0, not 7, '<|im_end|>' is 36, not 39" in warnings
 
 
 def test_the_same_weights_in_mistrals_own_format_beside(
