@@ -1,6 +1,7 @@
 """What an engine is told, and how much KV cache follows from it."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,8 +31,9 @@ class EngineConfig:
             sampling), "off" (eagerly), or "auto": "whole" on a GPU, "off" on a CPU. With graphs, a step with a hook, a
             logits processor or a token mask is piecewise around it.
         capture: "startup", or "lazy": each bucket once it has been used for `graph_warmup_steps` steps.
-        capture_sizes: batch sizes to capture; `max_num_seqs` is always one of them. None: 1, 2, 4, 8, then every
-            multiple of 8 up to 256, of 16 up to 512, of 32 up to 1024 and so on.
+        capture_sizes: batch sizes to capture, or a file of them, as `ostinato bench capture-list` writes it, which is
+            read here; `max_num_seqs` is always one of them. None: 1, 2, 4, 8, then every multiple of 8 up to 256, of
+            16 up to 512, of 32 up to 1024 and so on.
         graph_warmup_steps: eager steps of a bucket before a lazy capture, at least 1.
         enable_decode_graphs: None follows `graphs`; False runs eagerly what the graphs would run, on the same padded
             rows; True with `graphs="off"` is an error.
@@ -45,6 +47,7 @@ class EngineConfig:
 
     Raises:
         ValueError: a value outside these limits.
+        OSError: a list of capture sizes that cannot be read.
     """
 
     max_num_seqs: int = 32
@@ -55,7 +58,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     graphs: Literal["auto", "whole", "piecewise", "off"] = "auto"
     capture: Literal["startup", "lazy"] = "startup"
-    capture_sizes: tuple[int, ...] | None = None
+    capture_sizes: tuple[int, ...] | str | Path | None = None
     graph_warmup_steps: int = 3
     enable_decode_graphs: bool | None = None
     split_large_batches: bool = True

@@ -101,6 +101,7 @@ class DecodeRunner:
         self._decided_at: tuple[object, ...] = ()
         self._last_finish = 0.0
         self._begun: Begun | None = None
+        self._sizes = graphs.settings.sizes if graphs is not None else ()
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
@@ -189,6 +190,7 @@ class DecodeRunner:
             for at in tried:
                 del self._machines[at]
         chunks = self.decide(self.batch_of(sequences))
+        self.counters.count_batch(len(sequences), self._sizes)
         if len(chunks) > 1 or not again:
             return [self.finish(self._launch_chunk(chunk, sequences[chunk.start : chunk.stop])) for chunk in chunks]
         launched = self._launch_chunk(chunks[0], sequences)
@@ -212,6 +214,7 @@ class DecodeRunner:
         [first, *more] = self.decide(batch)
         if more or first.key is None or not self.graphs.has(first.path, first.key):
             return None
+        self.counters.count_batch(len(sequences), self._sizes)
         return self._launch_chunk(first, sequences)
 
     def finish(self, launched: "Launched") -> DecodeResult:

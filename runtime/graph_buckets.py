@@ -1,7 +1,9 @@
 """Which graphs are captured, their keys, and which one serves a batch. No tensors here."""
 
+import json
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -12,6 +14,10 @@ if TYPE_CHECKING:
 
 FINE_SIZES = 256
 """Up to here the default sizes lie 8 apart; above, 16 to each doubling: a batch is padded by a sixteenth at most."""
+
+
+LIST_KEY = "capture_sizes"
+"""Of the object in a list file; the rest of it says where the list comes from."""
 
 
 @runtime_checkable
@@ -124,20 +130,48 @@ class CudaGraphBucket:
     slots: list[CudaGraphSlot] = field(default_factory=list)
 
 
-def capture_sizes(sizes: Iterable[int] | None, max_num_seqs: int) -> tuple[int, ...]:
+def capture_sizes(sizes: Iterable[int] | str | Path | None, max_num_seqs: int) -> tuple[int, ...]:
     """Batch sizes to capture: sorted, unique, none above `max_num_seqs`, which is always one of them.
 
     Args:
-        sizes: None for the default: 1, 2, 4, 8, every multiple of 8 up to 256, of 16 up to 512, of 32 up to 1024 …
+        sizes: or the file that has them; None for the default: 1, 2, 4, 8, every multiple of 8 up to 256, of 16 up
+            to 512, of 32 up to 1024 …
 
     Raises:
         ValueError: a size that is no whole number of at least 1.
+        OSError: a file that cannot be read.
     """
-    wanted = _default_sizes(max_num_seqs) if sizes is None else list(sizes)
+    if sizes is None:
+        wanted = _default_sizes(max_num_seqs)
+    else:
+        wanted = read_capture_list(sizes) if isinstance(sizes, str | Path) else list(sizes)
     for size in wanted:
         if type(size) is not int or size < 1:
             raise ValueError(f"capture_sizes must be whole numbers of at least 1, got {size!r}")
     return tuple(sorted({size for size in wanted if size < max_num_seqs} | {max_num_seqs}))
+
+
+def read_capture_list(path: str | Path) -> list[int]:
+    """The sizes in a list file: a JSON list, or an object with `capture_sizes`.
+
+    Raises:
+        ValueError: the file holds something else.
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: is not a list of capture sizes: {error}") from error
+    sizes = found.get(LIST_KEY) if isinstance(found, dict) else found
+    if not isinstance(sizes, list):
+        raise ValueError(f"{path}: {LIST_KEY} must be a list of whole numbers, got {sizes!r}")
+    return sizes
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Sizes from a command line: `1,2,4`, or the name of a list file."""
+    parts = [part.strip() for part in text.split(",")]
+    return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else read_capture_list(text)
 
 
 def _default_sizes(max_num_seqs: int) -> list[int]:

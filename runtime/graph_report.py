@@ -1,6 +1,6 @@
 """What graphs there are, what they did, and what a batch would meet: for people and for programs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .decode_runner import DecodeRunner
@@ -23,6 +23,8 @@ class GraphReport:
         eager_decodes: decode chunks that ran eagerly though nobody asked for it.
         num_bytes, seconds: what the captures at start took.
         ledger: what each graph cost; None where graphs are off.
+        batches: how many decode steps had each number of sequences.
+        replay_milliseconds: of a step that replayed graphs of each size, on average.
     """
 
     path: Path
@@ -37,6 +39,8 @@ class GraphReport:
     num_bytes: int
     seconds: float
     ledger: GraphLedger | None = None
+    batches: dict[int, int] = field(default_factory=dict)
+    replay_milliseconds: dict[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON would have it; coverage as (buckets, path, reason) of each batch size."""
@@ -53,6 +57,8 @@ class GraphReport:
             "num_bytes": self.num_bytes,
             "seconds": self.seconds,
             "ledger": None if self.ledger is None else self.ledger.to_dict(),
+            "batches": {str(size): count for size, count in self.batches.items()},
+            "replay_milliseconds": {str(size): ms for size, ms in self.replay_milliseconds.items()},
         }
 
     def __str__(self) -> str:
@@ -85,6 +91,8 @@ def graph_report(runner: DecodeRunner, max_num_seqs: int) -> GraphReport:
         num_bytes=summary.num_bytes if summary is not None else 0,
         seconds=summary.seconds if summary is not None else 0.0,
         ledger=graphs.ledger if graphs is not None else None,
+        batches=dict(sorted(counters.batches.items())),
+        replay_milliseconds={size: 1000 * seconds for size, seconds in counters.replay_seconds.items()},
     )
 
 

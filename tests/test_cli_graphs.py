@@ -20,6 +20,16 @@ def test_every_mode_gives_the_same_text(cli: Cli, chat_model: Path) -> None:
     assert len({run.out for run in runs}) == 1
 
 
+def test_sizes_come_from_the_option_or_a_file(cli: Cli, chat_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "list.json").write_text('{"capture_sizes": [2]}')
+    for sizes in ("2", tmp_path / "list.json"):
+        run = cli(*ARGUMENTS, "-m", chat_model, "-n", 3, "--json", "--graphs", "whole", "--capture-sizes", sizes)
+        assert run.code == 0
+        assert "graphs: whole, 2 sizes up to 3" in run.err
+    run = cli(*ARGUMENTS, "-m", chat_model, "--capture-sizes", "1,0")
+    assert (run.code, "at least 1, got 0" in run.err) == (2, True)
+
+
 @pytest.mark.parametrize("graphs", ["whole", "piecewise"])
 def test_contradictions_are_refused(cli: Cli, chat_model: Path, graphs: str) -> None:
     run = cli(*ARGUMENTS, "-m", chat_model, "--enforce-eager", "--graphs", graphs)

@@ -28,6 +28,7 @@ def package_files(tree: Path) -> set[str]:
     """Every file that an installation of the tree has, as the wheel names them."""
     face = tree / "src" / "ostinato"
     found = {f"ostinato/{path.name}" for path in (*face.glob("*.py"), face / "py.typed")}
+    found |= {f"ostinato/bench/{path.name}" for path in face.glob("bench/*.py")}
     for name in SUBPACKAGES:
         found |= {f"ostinato/{path.relative_to(tree).as_posix()}" for path in (tree / name).rglob("*.py")}
     return found

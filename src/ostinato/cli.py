@@ -1,4 +1,4 @@
-"""The command line: `ostinato generate | chat | inspect`.
+"""The command line: `ostinato generate | chat | inspect | bench`.
 
 What a command needs is imported when it runs, so that `--help` and `--version` answer without torch.
 """
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from . import __version__
 from . import cli_options as options
+from .bench.cli import app as bench
 from .cli_options import Graphs, LoadFormat, ending, output
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ CHAT = {"temperature": 0.6, "top_p": 0.9, "max_tokens": 1024}
 UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(bench, name="bench")
 
 
 def main(args: Sequence[str] | None = None) -> None:
@@ -116,6 +118,7 @@ def generate(
     max_model_len: options.MaxModelLen = None,
     graphs: options.GraphMode = Graphs.AUTO,
     enforce_eager: options.EnforceEager = False,
+    capture_sizes: options.CaptureSizes = None,
     generation_config: options.GenerationConfig = "auto",
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -175,7 +178,7 @@ def generate(
     built_in = GENERATE | {"max_tokens": max(GENERATE["max_tokens"], min_tokens)}
     checked = SamplingParams(**built_in | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
-    config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=min(n, 32))
+    config = _config(max_model_len, graphs, enforce_eager, capture_sizes, max_num_seqs=min(n, 32))
     loading = (terminal, model, revision, load_format, device, dtype, config, generation_config, checked)
     llm = _load(*loading, skip_tokenizer_init=skip_tokenizer_init)
     params = llm.sampling_defaults.params(given, built_in)
@@ -237,7 +240,7 @@ def chat(
     }
     checked = SamplingParams(**CHAT | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
-    config = _config(max_model_len, graphs, enforce_eager, max_num_seqs=1)
+    config = _config(max_model_len, graphs, enforce_eager, None, max_num_seqs=1)
     llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, config, generation_config, checked)
     Conversation(llm, llm.sampling_defaults.params(given, CHAT), terminal, system=system).run()
 
@@ -289,14 +292,22 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _config(max_model_len: int | None, graphs: Graphs, enforce_eager: bool, *, max_num_seqs: int) -> "EngineConfig":
+def _config(
+    max_model_len: int | None, graphs: Graphs, enforce_eager: bool, sizes: str | None, *, max_num_seqs: int
+) -> "EngineConfig":
     """One request at a time needs no KV cache for more sequences, and no graphs for more."""
     from .runtime import EngineConfig
+    from .runtime.graph_buckets import parse_sizes
 
     if enforce_eager and graphs not in (Graphs.AUTO, Graphs.OFF):
         raise ValueError(f"--enforce-eager contradicts --graphs {graphs.value}")
     mode = Graphs.OFF if enforce_eager else graphs
-    return EngineConfig(max_num_seqs=max_num_seqs, max_model_len=max_model_len, graphs=mode.value)
+    return EngineConfig(
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        graphs=mode.value,
+        capture_sizes=None if sizes is None else tuple(parse_sizes(sizes)),
+    )
 
 
 def _load(

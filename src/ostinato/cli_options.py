@@ -51,6 +51,14 @@ MaxModelLen = Annotated[
 GraphMode = Annotated[
     Graphs, _model("--graphs", help="Record decode steps, as CUDA graphs or on a CPU's tape. auto: whole on a GPU.")
 ]
+CaptureSizes = Annotated[
+    str | None,
+    _model(
+        "--capture-sizes",
+        metavar="SIZES",
+        help="Batch sizes to record: 1,2,4 or a list file of `ostinato bench capture-list --out`.",
+    ),
+]
 EnforceEager = Annotated[bool, _model("--enforce-eager", help="No CUDA graphs, as --graphs off; for debugging.")]
 
 GenerationConfig = Annotated[

@@ -238,6 +238,10 @@ class LLM:
         """What graphs there are, what each batch size runs as, and how often steps ran in which way until now."""
         return self._engine.graph_report()
 
+    def batch_histogram(self) -> dict[int, int]:
+        """How many decode steps had each number of sequences until now; what `ostinato bench capture-list` takes."""
+        return self.graph_report().batches
+
     def graph_manifest(self) -> dict[str, Any]:
         """Of every captured graph its kernels, nodes, edges and static tensors, as JSON would have it; empty without
         graphs. `ostinato.runtime.graph_manifest.diff_manifests` compares two.

@@ -1,0 +1,1 @@
+"""`ostinato bench …`: what graphs buy and cost, measured on the user's own model and traffic."""

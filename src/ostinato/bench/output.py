@@ -1,0 +1,85 @@
+"""How a command shows what it found: a table, a JSON document, a plot."""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .schema import SCHEMAS, check
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table; numbers are formatted by `form`."""
+
+    title: str
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a command found.
+
+    Attributes:
+        rows: a cell for each column; None is a cell that is not known.
+        notes: lines below the table.
+        document: the same as JSON, by the schema of its command.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
+    notes: Sequence[str]
+    document: dict[str, Any]
+
+    def json(self) -> str:
+        check(self.document, SCHEMAS[self.document["command"]])
+        return json.dumps(self.document, indent=2, allow_nan=False)
+
+    def print(self) -> None:
+        """The table and its notes, on stdout; a column without any cell is left out."""
+        shown = [index for index, _ in enumerate(self.columns) if any(row[index] is not None for row in self.rows)]
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for index in shown:
+            table.add_column(self.columns[index].title, justify="right" if self.columns[index].form else "left")
+        for row in self.rows:
+            table.add_row(*(_cell(row[index], self.columns[index].form) for index in shown))
+        console = Console(highlight=False)
+        if not console.is_terminal:
+            console.width = 200  # a pipe has no width to keep to
+        console.print(self.title, soft_wrap=True, markup=False)
+        console.print(table)
+        for note in self.notes:
+            console.print(note, soft_wrap=True, markup=False)
+
+    def show(self, *, as_json: bool) -> None:
+        if as_json:
+            print(self.json())
+        else:
+            self.print()
+
+
+def _cell(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+@contextmanager
+def figure(path: Path, width: float, height: float) -> Iterator[Any]:
+    """The axes of a plot, which is written at the end.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install 'ostinato[bench]'") from error
+    drawing = Figure(figsize=(width, height), layout="constrained")
+    yield drawing.add_subplot()
+    drawing.savefig(path, dpi=150)

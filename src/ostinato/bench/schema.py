@@ -1,0 +1,85 @@
+"""What the JSON of each command looks like: JSON Schema, as much of it as these documents need, and a check."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+NUMBER, INTEGER, STRING, BOOLEAN = ({"type": name} for name in ("number", "integer", "string", "boolean"))
+MAYBE_NUMBER = {"type": ["number", "null"]}
+
+
+def obj(**properties: Schema) -> Schema:
+    """An object that has exactly these keys."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def array(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+def table(values: Schema) -> Schema:
+    """An object with keys that are data."""
+    return {"type": "object", "additionalProperties": values}
+
+
+CAPTURE_LIST = obj(
+    command={"const": "capture-list"},
+    version={"const": 1},
+    source=STRING,
+    minimised=STRING,
+    batches=table(NUMBER),
+    lists=array(
+        obj(
+            name=STRING,
+            sizes=array(INTEGER),
+            token_waste=NUMBER,
+            per_batch_waste=NUMBER,
+            milliseconds=MAYBE_NUMBER,
+            wasted_milliseconds=MAYBE_NUMBER,
+            graph_bytes=MAYBE_NUMBER,
+            capture_seconds=MAYBE_NUMBER,
+        )
+    ),
+)
+
+SCHEMAS: dict[str, Schema] = {"capture-list": CAPTURE_LIST}
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "number": (int, float),
+    "integer": (int,),
+    "string": (str,),
+    "boolean": (bool,),
+    "object": (dict,),
+    "array": (list,),
+    "null": (type(None),),
+}
+
+
+def check(document: Any, schema: Schema, at: str = "$") -> None:
+    """Raises ValueError with the place where a document differs from its schema."""
+    if "const" in schema:
+        if document != schema["const"]:
+            raise ValueError(f"{at} must be {schema['const']!r}, got {document!r}")
+        return
+    names = [schema["type"]] if isinstance(schema["type"], str) else schema["type"]
+    is_right = isinstance(document, tuple(kind for name in names for kind in _TYPES[name]))
+    if not is_right or (isinstance(document, bool) and "boolean" not in names):
+        raise ValueError(f"{at} must be {' or '.join(names)}, got {document!r}")
+    if isinstance(document, list):
+        for index, item in enumerate(document):
+            check(item, schema["items"], f"{at}[{index}]")
+    if isinstance(document, dict):
+        properties, others = schema.get("properties", {}), schema["additionalProperties"]
+        for name in schema.get("required", ()):
+            if name not in document:
+                raise ValueError(f"{at}.{name} is missing")
+        for name, value in document.items():
+            if name not in properties and others is False:
+                raise ValueError(f"{at}.{name} is not in the schema")
+            check(value, properties.get(name, others), f"{at}.{name}")
