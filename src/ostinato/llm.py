@@ -153,7 +153,7 @@ class LLM:
         singles = _prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params] * len(singles)
         if len(each) != len(singles):
-            raise ValueError(f"{len(singles)} prompts were given, but {len(each)} SamplingParams")
+            raise ValueError(f"prompts and SamplingParams must be as many, got {len(singles)} and {len(each)}")
         started = time.perf_counter()
         groups = [self._create(prompt, one) for prompt, one in zip(singles, each, strict=True)]
         for _ in self._run([sequence for group in groups for sequence in group]):
