@@ -23,8 +23,8 @@ import aot
 import harness
 import torch
 from step import BF16, Step
-from traffic import step_bytes
 
+from ostinato.bench.traffic import step_bytes
 from ostinato.model import SHAPES, Decoder
 from ostinato.runtime import Engine, EngineConfig, SamplingParams
 from ostinato.runtime.step_state import RowUpdate

@@ -17,8 +17,8 @@ from unittest import mock
 import aot
 import harness
 import torch
-from traffic import step_bytes
 
+from ostinato.bench.traffic import step_bytes
 from ostinato.kernels import commit, greedy
 from ostinato.kernels._attention_plan import AttentionPlan, attention_plan
 from ostinato.model import SHAPES, AttentionMetadata, Decoder, KVCache, ModelConfig

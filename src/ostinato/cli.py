@@ -55,9 +55,12 @@ def main(args: Sequence[str] | None = None) -> None:
         _complain(error)
         sys.exit(2)
     except (RuntimeError, MemoryError) as error:
+        from .bench.errors import BenchError
         from .runtime import GraphsRequiredError, NotEnoughMemoryError, RequestError
 
-        if settings.debug or not isinstance(error, GraphsRequiredError | NotEnoughMemoryError | RequestError):
+        if settings.debug or not isinstance(
+            error, BenchError | GraphsRequiredError | NotEnoughMemoryError | RequestError
+        ):
             raise
         _complain(error)
         sys.exit(1)

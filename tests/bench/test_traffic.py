@@ -1,30 +1,16 @@
 """The bytes that a decode step must move."""
 
-import importlib.util
 from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
+from ostinato.bench import traffic
 from ostinato.model import SHAPES, Decoder
-
-BENCH = Path(__file__).parents[2] / "bench"
-
-
-@pytest.fixture(scope="module")
-def traffic() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("traffic", BENCH / "traffic.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("model", SHAPES)
-def test_weights_are_those_of_the_decoder(traffic: ModuleType, model: str) -> None:
+def test_weights_are_those_of_the_decoder(model: str) -> None:
     """Every parameter once, but an embedding that is not the head: of that a step reads a few rows."""
     config = SHAPES[model]
     decoder = Decoder(config, dtype=torch.bfloat16, device="meta")
@@ -33,7 +19,7 @@ def test_weights_are_those_of_the_decoder(traffic: ModuleType, model: str) -> No
     assert traffic.weight_bytes(config) == total - unread
 
 
-def test_known_sums(traffic: ModuleType) -> None:
+def test_known_sums() -> None:
     """The models of the benchmarks: 2.47 and 15.0 GB of weights, 32.8 and 131.1 kB of keys and values a token."""
     small, large = SHAPES["llama-3.2-1b"], SHAPES["llama-3.1-8b"]
     assert traffic.weight_bytes(small) == pytest.approx(2.472e9, rel=1e-3)
@@ -43,6 +29,6 @@ def test_known_sums(traffic: ModuleType) -> None:
     assert traffic.step_bytes(small, [10, 0]) == traffic.weight_bytes(small) + 327680
 
 
-def test_a_window_bounds_what_is_read(traffic: ModuleType) -> None:
+def test_a_window_bounds_what_is_read() -> None:
     config = replace(SHAPES["llama-3.2-1b"], sliding_window=100)
     assert traffic.kv_bytes(config, [1000, 50]) == 150 * 32768

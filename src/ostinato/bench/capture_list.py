@@ -273,7 +273,7 @@ def plot(costs: Sequence[ListCost], traffic: Traffic, path: Path) -> None:
     """Where the sizes of each list lie, over the distribution."""
     from .output import figure
 
-    with figure(path, 8, 4) as axes:
+    with figure(path, 8, 4) as [axes]:
         total, peak = sum(traffic.batches.values()), max(traffic.batches.values())
         axes.fill_between(list(traffic.batches), [w / peak for w in traffic.batches.values()], alpha=0.3, step="mid")
         for row, one in enumerate(costs):

@@ -24,6 +24,22 @@ Plot = Annotated[Path | None, _output("--plot", metavar="FILE", help="Draw, as .
 CAPTURE_SIZES = "1,2,4 or a list file, as `ostinato bench capture-list --out` writes it."
 
 
+Model = Annotated[
+    str | None, Option("--model", "-m", help="A checkpoint: folder, .gguf file or hub id. Default: demo.")
+]
+Shape = Annotated[str | None, Option(help="Instead: random weights of a named shape, such as llama-3.2-1b.")]
+Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N. Default: CUDA where there is one, else the CPU.")]
+DType = Annotated[str, Option(help="float32, float16, bfloat16, or auto.")]
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Numbers of at least 1 with commas between them."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} must be whole numbers of at least 1, such as 1,8, got {text!r}")
+    return [int(part) for part in parts]
+
+
 class Minimise(StrEnum):
     """What the best list makes least."""
 
@@ -116,6 +132,60 @@ def capture_list(
         lists.plot(costs, traffic, plot)
     said = f"{kv_fraction:g}" if by_bytes is None else f"b·{kv_gb:g} / ({weights_gb:g} + b·{kv_gb:g})"
     lists.report(traffic, objective, costs, said).show(as_json=json)
+
+
+class Mode(StrEnum):
+    """How decode steps run."""
+
+    PIECEWISE = "piecewise"
+    WHOLE = "whole"
+    EAGER = "eager"
+    LAZY = "lazy"
+
+
+@app.command()
+def modes(
+    model: Model = None,
+    shape: Shape = None,
+    device: Device = None,
+    dtype: DType = "auto",
+    batch: Annotated[
+        str | None, Option(metavar="N,N", help="Batch sizes. Default: 1,8,32,128 on a GPU, else 1,4.")
+    ] = None,
+    context: Annotated[
+        str | None, Option(metavar="N,N", help="Tokens that each sequence has. Default: 1024, or 32.")
+    ] = None,
+    mode: Annotated[
+        list[Mode] | None,
+        Option(help="Several times; lazy is whole, captured when used. Default: piecewise, whole and eager."),
+    ] = None,
+    rounds: Annotated[int, Option(min=1, help="Each mode's turns, one after the other.")] = 3,
+    steps: Annotated[int | None, Option(min=1, help="Steps of a turn. Default: 20 on a GPU, else 4.")] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Piecewise, whole and eager decode steps side by side in one process, taking turns.
+
+    Tokens are compared first, and each mode must have run as that mode: else the exit code is 1. Keys and values of the
+    contexts are made up. Without a GPU, a tape stands in for CUDA graphs: a check of the tool, not a measurement.
+    """
+    from ..llm import _device
+    from . import modes as bench
+    from .subject import load_decoder
+
+    target = _device(device)
+    on_gpu = target.type == "cuda"
+    cells = [
+        (one, length)
+        for length in parse_numbers(context or ("1024" if on_gpu else "32"), "--context")
+        for one in parse_numbers(batch or ("1,8,32,128" if on_gpu else "1,4"), "--batch")
+    ]
+    decoder = load_decoder(model, shape, target, dtype)
+    chosen = list(dict.fromkeys(one.value for one in mode or (Mode.PIECEWISE, Mode.WHOLE, Mode.EAGER)))
+    result = bench.measure(decoder, cells, chosen, rounds=rounds, steps=steps or (20 if on_gpu else 4))
+    if plot is not None:
+        bench.plot(result, plot)
+    bench.report(result, shape or model or "demo").show(as_json=json)
 
 
 @app.command()

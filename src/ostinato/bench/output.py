@@ -70,8 +70,8 @@ def _cell(value: Any, form: str) -> str:
 
 
 @contextmanager
-def figure(path: Path, width: float, height: float) -> Iterator[Any]:
-    """The axes of a plot, which is written at the end.
+def figure(path: Path, width: float, height: float, count: int = 1) -> Iterator[list[Any]]:
+    """The axes of `count` plots side by side in one picture, which is written at the end.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -81,5 +81,5 @@ def figure(path: Path, width: float, height: float) -> Iterator[Any]:
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install 'ostinato[bench]'") from error
     drawing = Figure(figsize=(width, height), layout="constrained")
-    yield drawing.add_subplot()
+    yield [drawing.add_subplot(1, count, number + 1) for number in range(count)]
     drawing.savefig(path, dpi=150)

@@ -48,7 +48,34 @@ CAPTURE_LIST = obj(
     ),
 )
 
-SCHEMAS: dict[str, Schema] = {"capture-list": CAPTURE_LIST}
+WHERE = obj(device=STRING, graphs=STRING, torch=STRING, model=STRING, dtype=STRING)
+
+MODES = obj(
+    command={"const": "modes"},
+    version={"const": 1},
+    where=WHERE,
+    read_ceiling=NUMBER,
+    cells=array(
+        obj(
+            batch=INTEGER,
+            context=INTEGER,
+            mode=STRING,
+            median_ms=NUMBER,
+            p10_ms=NUMBER,
+            p90_ms=NUMBER,
+            tokens_per_second=NUMBER,
+            step_bytes=INTEGER,
+            ceiling_share=NUMBER,
+            speedup_over_eager=MAYBE_NUMBER,
+            graphs_per_step=INTEGER,
+            graph_bytes=INTEGER,
+            capture_seconds=NUMBER,
+            start_seconds=NUMBER,
+        )
+    ),
+)
+
+SCHEMAS: dict[str, Schema] = {"capture-list": CAPTURE_LIST, "modes": MODES}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),

@@ -1,6 +1,6 @@
 """The bytes that a decode step must move, from the shapes alone."""
 
-from ostinato.model import ModelConfig
+from ..model import ModelConfig
 
 
 def weight_bytes(config: ModelConfig, element_size: int = 2) -> int:

@@ -1,0 +1,275 @@
+"""`ostinato bench modes`: the same decode steps piecewise, whole and eager, taking turns in one process."""
+
+import gc
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..model import Decoder
+from ..runtime import EngineConfig, SamplingParams
+from ..runtime.graph_reason import Reason
+from .errors import BenchError
+from .output import Column, Report
+from .subject import TAPE, Subject, read_ceiling
+from .traffic import step_bytes
+
+CHECKED_STEPS = 6
+"""Whose tokens are compared before anything is timed; more than a lazy capture waits."""
+
+MODES: Mapping[str, tuple[dict[str, Any], Reason]] = {
+    "piecewise": ({"graphs": "piecewise"}, Reason.PIECEWISE),
+    "whole": ({"graphs": "whole"}, Reason.WHOLE),
+    "eager": ({"graphs": "whole", "enable_decode_graphs": False}, Reason.FORCED),
+    "lazy": ({"graphs": "whole", "capture": "lazy"}, Reason.WHOLE),
+}
+"""Of each mode, what an engine is told, and the reason that its steps must give; eager is the graphs' own Python."""
+
+
+@dataclass(frozen=True)
+class ModeCell:
+    """Steps of one mode at one batch size and context; milliseconds, with tokens on the host.
+
+    Attributes:
+        step_bytes: that a step must move.
+        ceiling_share: of the read ceiling of the same process.
+        speedup_over_eager: of medians; None where eager was not measured.
+    """
+
+    batch: int
+    context: int
+    mode: str
+    median_ms: float
+    p10_ms: float
+    p90_ms: float
+    tokens_per_second: float
+    step_bytes: int
+    ceiling_share: float
+    speedup_over_eager: float | None
+    graphs_per_step: int
+    graph_bytes: int
+    capture_seconds: float
+    start_seconds: float
+
+
+@dataclass(frozen=True)
+class ModesResult:
+    """Attributes:
+    read_ceiling: bytes a second.
+    """
+
+    device: torch.device
+    dtype: str
+    read_ceiling: float
+    cells: list[ModeCell]
+
+
+def measure(
+    decoder: Decoder,
+    cells: Sequence[tuple[int, int]],
+    modes: Sequence[str],
+    *,
+    rounds: int,
+    steps: int,
+    ceiling: float | None = None,
+) -> ModesResult:
+    """Each batch size and context in each mode.
+
+    Args:
+        cells: (batch, context).
+        rounds, steps: turns of each mode, and steps of a turn that are timed.
+        ceiling: bytes a second; None: measured here.
+
+    Raises:
+        BenchError: tokens differ between modes, or steps did not run in the mode that is measured.
+    """
+    ceiling = ceiling or read_ceiling(decoder.device)
+    found = [cell for batch, context in cells for cell in _cell(decoder, batch, context, modes, rounds, steps, ceiling)]
+    return ModesResult(decoder.device, str(decoder.dtype).removeprefix("torch."), ceiling, found)
+
+
+def make_subject(
+    decoder: Decoder,
+    batch: int,
+    context: int,
+    mode: str,
+    room: int,
+    params: Sequence[SamplingParams] | None = None,
+    **options: Any,
+) -> Subject:
+    """An engine in a mode, about to decode; `options` go beyond the mode's own."""
+    length = context + room + 1
+    block = 16
+    blocks = batch * -(-length // block) + 4
+    sizes = {
+        "max_num_seqs": batch,
+        "max_model_len": length,
+        "block_size": block,
+        "kv_cache_memory_bytes": blocks * block * decoder.config.kv_bytes_per_token(decoder.dtype),
+        "capture_sizes": (batch,),
+    }
+    return Subject(decoder, EngineConfig(**{**sizes, **MODES[mode][0], **options}), batch, context, room, params)
+
+
+def _cell(
+    decoder: Decoder, batch: int, context: int, modes: Sequence[str], rounds: int, steps: int, ceiling: float
+) -> list[ModeCell]:
+    room = CHECKED_STEPS + rounds * (steps + 1) + 4
+    subjects = {mode: make_subject(decoder, batch, context, mode, room) for mode in modes}
+    at = f"batch {batch}, context {context}"
+    tokens = {}
+    for mode, subject in subjects.items():
+        subject.step(CHECKED_STEPS)
+        tokens[mode] = [row[: CHECKED_STEPS + 1] for row in subject.tokens()]
+    for mode in modes[1:]:
+        check_tokens(tokens[modes[0]], tokens[mode], f"{at}: {modes[0]} and {mode}")
+    before = {mode: subject.counts() for mode, subject in subjects.items()}
+    times: dict[str, list[float]] = {mode: [] for mode in modes}
+    for turn in range(rounds):
+        for mode in modes if turn % 2 == 0 else modes[::-1]:
+            times[mode] += subjects[mode].step(steps + 1)
+    medians = {mode: statistics.median(times[mode]) for mode in modes}
+    num_bytes = step_bytes(decoder.config, [context + room // 2] * batch, decoder.dtype.itemsize)
+    cells = []
+    for mode, subject in subjects.items():
+        ran = subject.counts() - before[mode]
+        check_mode(dict(ran), MODES[mode][1], f"{at}: {mode}")
+        ordered, median = sorted(times[mode]), medians[mode]
+        summary = subject.engine.graph_report()
+        tenth = len(ordered) // 10
+        cells.append(
+            ModeCell(
+                batch=batch,
+                context=context,
+                mode=mode,
+                median_ms=median,
+                p10_ms=ordered[tenth],
+                p90_ms=ordered[-1 - tenth],
+                tokens_per_second=1e3 * batch / median,
+                step_bytes=num_bytes,
+                ceiling_share=num_bytes / (median * 1e-3) / ceiling,
+                speedup_over_eager=medians["eager"] / median if "eager" in medians else None,
+                graphs_per_step=graphs_per_step(subject, mode),
+                graph_bytes=summary.num_bytes,
+                capture_seconds=summary.seconds,
+                start_seconds=subject.start_seconds,
+            )
+        )
+    del subjects
+    gc.collect()
+    return cells
+
+
+def check_tokens(first: list[list[int]], second: list[list[int]], what: str) -> None:
+    """Raises BenchError with the first row and place where tokens differ."""
+    for row, (left, right) in enumerate(zip(first, second, strict=True)):
+        for place, (a, b) in enumerate(zip(left, right, strict=True)):
+            if a != b:
+                raise BenchError(f"{what} give other tokens: row {row}, token {place}: {a} and {b}; nothing was timed")
+
+
+def check_mode(ran: Mapping[Reason, int], wanted: Reason, what: str) -> None:
+    """Raises BenchError unless all steps gave one reason."""
+    others = {reason.name: count for reason, count in ran.items() if reason is not wanted}
+    if others or not ran.get(wanted):
+        raise BenchError(f"{what}: steps should have run as {wanted.name}, but ran as {others or 'none'}")
+
+
+def graphs_per_step(subject: Subject, mode: str) -> int:
+    """Replays that a step is made of."""
+    graphs = subject.engine.decode_runner.graphs
+    assert graphs is not None, "every mode knows the buckets"
+    if mode == "piecewise":
+        return len(graphs.regions_of(graphs.configs[0].bucket_keys()[0]))
+    return 0 if mode == "eager" else 1
+
+
+def report(result: ModesResult, model: str) -> Report:
+    """The comparison, to be shown."""
+    columns = [
+        Column("batch", "d"),
+        Column("context", "d"),
+        Column("mode"),
+        Column("ms a step", ".3f"),
+        Column("p10", ".3f"),
+        Column("p90", ".3f"),
+        Column("tok/s", ".1f"),
+        Column("speed-up over eager", ".3f"),
+        Column("MB to move", ".1f"),
+        Column("share of ceiling", ".1%"),
+        Column("graphs a step", "d"),
+        Column("graph memory, MB", ".1f"),
+        Column("capture, s", ".2f"),
+    ]
+    rows = [
+        (
+            cell.batch,
+            cell.context,
+            cell.mode,
+            cell.median_ms,
+            cell.p10_ms,
+            cell.p90_ms,
+            cell.tokens_per_second,
+            cell.speedup_over_eager,
+            cell.step_bytes / 1e6,
+            cell.ceiling_share,
+            cell.graphs_per_step,
+            cell.graph_bytes / 1e6,
+            cell.capture_seconds,
+        )
+        for cell in result.cells
+    ]
+    where = place(result.device, model, result.dtype)
+    notes = [
+        f"{where['device']}, torch {where['torch']}; tokens of all modes equal, every step in its mode",
+        f"read ceiling {result.read_ceiling / 1e9:.1f} GB/s, of torch.sum; lazy: captured when first used",
+    ]
+    if result.device.type != "cuda":
+        notes.insert(0, TAPE)
+    document = {
+        "command": "modes",
+        "version": 1,
+        "where": where,
+        "read_ceiling": result.read_ceiling,
+        "cells": [asdict(cell) for cell in result.cells],
+    }
+    return Report(f"decode steps of {model}, {result.dtype}, greedy", columns, rows, notes, document)
+
+
+def place(device: torch.device, model: str, dtype: str) -> dict[str, str]:
+    """Where something was measured, and on what."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "graphs": "CUDA graphs" if on_gpu else TAPE,
+        "torch": torch.__version__,
+        "model": model,
+        "dtype": dtype,
+    }
+
+
+def plot(result: ModesResult, path: Path) -> None:
+    """Speed-up over eager, and time beside what the bytes would take at the read ceiling, over the batch size."""
+    from .output import figure
+
+    label = "" if result.device.type == "cuda" else "\n(tape on a CPU, no CUDA graphs)"
+    with figure(path, 10, 4, 2) as [speedups, times]:
+        for mode, context in dict.fromkeys((cell.mode, cell.context) for cell in result.cells):
+            line = [cell for cell in result.cells if (cell.mode, cell.context) == (mode, context)]
+            batches, name = [cell.batch for cell in line], f"{mode}, {context} tokens"
+            if line[0].speedup_over_eager is not None:
+                speedups.plot(batches, [cell.speedup_over_eager for cell in line], "o-", label=name)
+            times.plot(batches, [cell.median_ms for cell in line], "o-", label=name)
+        for context in dict.fromkeys(cell.context for cell in result.cells):
+            floor = {c.batch: 1e3 * c.step_bytes / result.read_ceiling for c in result.cells if c.context == context}
+            times.plot(list(floor), list(floor.values()), "k--", label=f"bytes at the ceiling, {context} tokens")
+        speedups.set_ylabel(f"speed-up over eager{label}")
+        times.set_ylabel(f"ms a step{label}")
+        times.set_yscale("log")
+        for axes in (speedups, times):
+            axes.set_xlabel("batch size")
+            axes.set_xscale("log", base=2)
+            axes.legend(fontsize=7)

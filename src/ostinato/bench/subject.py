@@ -1,0 +1,132 @@
+"""What is measured: a model, and engines whose rows are about to decode."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+import torch
+
+from ..llm import named_shape
+from ..model import Decoder
+from ..model.config import DTYPES
+from ..runtime import Engine, EngineConfig, SamplingParams
+from ..runtime.graph_reason import Reason
+from ..runtime.sequence import Sequence
+from ..runtime.step_state import RowUpdate
+from ..weights import dummy_model, load_model, open_checkpoint, resolve
+
+TAPE = "TAPE ON A CPU: operators that are run again one by one, no CUDA graphs; nothing here is about a GPU"
+
+
+def load_decoder(model: str | None, shape: str | None, device: torch.device, dtype: str) -> Decoder:
+    """A checkpoint's model, or one of a named shape with random weights.
+
+    Raises:
+        ValueError: both are given, or a dtype that is not supported.
+    """
+    if model is not None and shape is not None:
+        raise ValueError("a model is a checkpoint (--model) or has random weights (--shape), not both")
+    wanted = None if dtype == "auto" else DTYPES.get(dtype)
+    if dtype != "auto" and wanted is None:
+        raise ValueError(f"dtype {dtype!r} is not supported; supported: auto, {', '.join(DTYPES)}")
+    if shape is not None:
+        config = named_shape(shape)
+        return dummy_model(config, dtype=wanted or config.dtype or torch.float32, device=device)
+    return load_model(open_checkpoint(resolve(model)), dtype=wanted, device=device)[0]
+
+
+class Subject:
+    """An engine with `batch` sequences that have `context` tokens each, and are about to decode.
+
+    Their keys and values are made up, not computed, and are the same in every subject.
+
+    Args:
+        room: tokens that each may still get.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        config: EngineConfig,
+        batch: int,
+        context: int,
+        room: int,
+        params: Iterable[SamplingParams] | None = None,
+    ) -> None:
+        self.batch, self.context = batch, context
+        self._device = decoder.device
+        started = time.perf_counter()
+        self.engine = Engine(decoder, config, tokenizer=None, eos_token_ids=())
+        self.start_seconds = time.perf_counter() - started
+        each = list(params or [SamplingParams(temperature=0.0)] * batch)
+        self._open(each, context, room)
+
+    def _open(self, params: list[SamplingParams], context: int, room: int) -> None:
+        """Do what prompts would have done, but for computing them."""
+        scheduler, runner = self.engine._scheduler, self.engine._runner
+        for row, one in enumerate(params):
+            limited = replace(one, max_tokens=room, ignore_eos=True)
+            for sequence in self.engine.create([row % self.engine.vocab_size] * context, limited):
+                self.engine.add(sequence)
+        scheduler._admit()
+        self.sequences: list[Sequence] = list(scheduler.prefilling)
+        assert len(self.sequences) == sum(one.n for one in params), "the KV cache holds every row"
+        for row, sequence in enumerate(self.sequences):
+            sequence.row, sequence.num_computed = row, context
+            sequence.output_ids.append(row % self.engine.vocab_size)
+            sequence.output_texts.append("")
+        scheduler.running, scheduler.prefilling = scheduler.prefilling, []
+        generator = torch.Generator(self._device).manual_seed(0)
+        for cache in (*runner._kv_cache.k, *runner._kv_cache.v):
+            cache.normal_(generator=generator)
+        with torch.inference_mode():
+            updates = [
+                RowUpdate(row, s.output_ids[0], context, context + 1, s.blocks) for row, s in enumerate(self.sequences)
+            ]
+            runner._state.write_rows(updates)
+            for row, s in enumerate(self.sequences):
+                runner._sampler.set_row(row, s.params, s.seed, s.prompt_ids, s.output_ids, sample_index=s.sample_index)
+
+    def step(self, count: int) -> list[float]:
+        """Decode so many tokens a sequence; milliseconds of each step but the first, tokens on the host."""
+        self._wait()
+        times = [time.perf_counter()]
+        for _ in range(count):
+            self.engine.step()
+            times.append(time.perf_counter())
+        self._wait()
+        return [1e3 * (b - a) for a, b in pairwise(times)][1:]
+
+    def tokens(self) -> list[list[int]]:
+        return [list(sequence.output_ids) for sequence in self.sequences]
+
+    def counts(self) -> Counter[Reason]:
+        """Decode chunks by reason."""
+        return Counter(self.engine.decode_runner.counters.by_reason)
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def read_ceiling(device: torch.device, num_bytes: int | None = None) -> float:
+    """Bytes a second of `torch.sum` over a tensor far above any cache; the best of ten."""
+    size = num_bytes or (4 << 30 if device.type == "cuda" else 256 << 20)
+    values = torch.ones(size // 4, dtype=torch.float32, device=device)
+    best = 0.0
+    for _ in range(10):
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            values.sum()
+            end.record()
+            end.synchronize()
+            seconds = start.elapsed_time(end) / 1e3
+        else:
+            begun = time.perf_counter()
+            values.sum()
+            seconds = time.perf_counter() - begun
+        best = max(best, size / seconds)
+    return best
