@@ -227,6 +227,7 @@ class DecodeRunner:
 
     def _launch_chunk(self, chunk: Chunk, sequences: SequenceOf[Sequence]) -> "Launched":
         now, key, state, sampler = time.perf_counter(), chunk.key, self._pieces.state, self._pieces.sampler
+        begun, self._begun = self._begun, None  # of the very next step, or of none
         if key is None:
             self._check_allowed(chunk)
             sampled = self._run_rows(sequences)
@@ -235,11 +236,13 @@ class DecodeRunner:
         chunk = self._ready(chunk)
         self._check_allowed(chunk)
         with rows_in_front(state, sampler, chunk.start, chunk.stop, key.bs):
-            done, outputs = self._run_bucket(chunk, planned, sequences)
+            done, outputs = self._run_bucket(chunk, planned, sequences, begun)
             self._advance(planned, key)
             return Launched(done, state.count_commit(), _sampled(outputs, len(sequences)), now)
 
-    def _run_bucket(self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence]) -> tuple[Chunk, dict[str, Tensor]]:
+    def _run_bucket(
+        self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence], begun: Begun | None
+    ) -> tuple[Chunk, dict[str, Tensor]]:
         """The outputs of a step on a bucket, and what it ran as: eagerly, where a replay failed."""
         assert self.graphs is not None, "a bucket belongs to graphs"
         assert chunk.key is not None, "a bucket has a key"
@@ -254,7 +257,6 @@ class DecodeRunner:
             outputs = self.graphs.run_whole(chunk.key, num_rows, eager=eager, replay_failed=replay_failed)
             return done, outputs
         rows = hook_rows(sequences) if self._hooks else ()
-        begun, self._begun = self._begun, None
         wants_logits = has_logits_processor(sequences) or has_token_mask(sequences)
         outputs = self.graphs.step.run(
             chunk.key,
@@ -273,9 +275,9 @@ class DecodeRunner:
         The host may look at the tokens of the last step meanwhile. What is begun is used if the next step is of the
         same rows and none has changed; else that step starts anew.
         """
-        assert self.graphs is not None, "a bucket belongs to graphs"
         if chunk.path is not Path.PIECEWISE or chunk.key is None:
             return
+        assert self.graphs is not None, "a bucket belongs to graphs"
         pieces = self.graphs.step.begin(chunk.key, len(sequences), lambda error: self._after_failure(chunk, error))
         self._begun = Begun(pieces, self._now(chunk))
 

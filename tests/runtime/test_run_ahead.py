@@ -74,9 +74,10 @@ def launches(engine: Engine) -> list[bool]:
     return noted
 
 
-@pytest.mark.parametrize("graphs", ["whole", "piecewise"])
+@pytest.mark.parametrize("graphs", ["whole", "piecewise", "off"])
 def test_tokens_are_those_of_one_step_after_the_other(engine: Make, inside: Any, graphs: str) -> None:
-    """With stops, more requests than rows, every kind of sampling; and all blocks are free at the end."""
+    """With stops, more requests than rows, every kind of sampling; and all blocks are free at the end. Without graphs
+    nothing is launched ahead."""
     runs = []
     for run_ahead in (True, False):
         one = engine(graphs=graphs, run_ahead=run_ahead)
@@ -90,7 +91,7 @@ def test_tokens_are_those_of_one_step_after_the_other(engine: Make, inside: Any,
         runs.append(results(sequences))
         inside(one).check_idle()
         assert one.decode_runner.counters.num_decodes == len(noted)
-        assert any(noted) == run_ahead
+        assert any(noted) == (run_ahead and graphs != "off")
     assert runs[0] == runs[1]
     assert {reason for _, _, reason, _ in runs[0]} == {"stop", "length"}
 
@@ -238,3 +239,23 @@ def test_the_pieces_before_users_code_are_begun_ahead(engine: Make, inside: Any,
     assert blocks >= blocks_after
     assert heads >= heads_after
     assert blocks <= blocks_after + 4
+
+
+@pytest.mark.parametrize("layer", [0, 2])
+def test_pieces_begun_for_a_hook_that_went_are_not_used_when_it_comes_back(engine: Make, layer: int) -> None:
+    """Whole steps lie between, which change no row by the host's account. The hook does nothing, nor may its coming."""
+    runs = []
+    for run_ahead in (True, False):
+        one = engine(run_ahead=run_ahead, max_num_seqs=1, capture_sizes=(1,))
+        [sequence] = queue(one, [([1, 2, 3], greedy(14))])
+        for length in (3, 10):
+            handle = one.hooks.add(layer, lambda hidden, rows: None)
+            while len(sequence.output_ids) < length:
+                one.step()
+            handle.remove()
+            while len(sequence.output_ids) < length + 3:
+                one.step()
+        while one.has_work:
+            one.step()
+        runs.append(sequence.output_ids)
+    assert runs[0] == runs[1]
