@@ -212,6 +212,7 @@ class LLM:
 
         A decode step is cut there: graphs replay up to the layer, the function runs, graphs replay the rest. Until
         `remove()` of the handle; then steps are whole again.
+        Where steps run ahead (`EngineConfig.run_ahead`), one may be under way already: it is not called for that one.
 
         Args:
             layer: 0 … the number of layers; that number is behind the last one, in front of the final norm.
