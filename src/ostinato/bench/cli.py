@@ -188,6 +188,39 @@ def modes(
     bench.report(result, shape or model or "demo").show(as_json=json)
 
 
+@app.command("break")
+def break_(
+    model: Model = None,
+    shape: Shape = None,
+    device: Device = None,
+    dtype: DType = "auto",
+    context: Annotated[
+        int | None, Option(min=1, help="Tokens of each sequence. Default: 1024 on a GPU, else 32.")
+    ] = None,
+    steps: Annotated[
+        int | None, Option(min=0, help="Of a turn; 0: time nothing. Default: 20 on a GPU, else 3.")
+    ] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Switch on one feature or fault at a time: how steps then run, why, and what that costs beside the plain step.
+
+    Exits with 1 where a step runs for another reason than expected. docs/feature-interactions.md is made from this.
+    """
+    from ..llm import _device
+    from . import breaks
+    from .subject import load_decoder
+
+    target = _device(device)
+    on_gpu = target.type == "cuda"
+    decoder = load_decoder(model, shape, target, dtype)
+    length = context or (1024 if on_gpu else 32)
+    cells = breaks.measure(decoder, length, (20 if on_gpu else 3) if steps is None else steps, breaks.BREAKS)
+    if plot is not None:
+        breaks.plot(cells, target, plot)
+    breaks.report(cells, target, shape or model or "demo", str(decoder.dtype).removeprefix("torch.")).show(as_json=json)
+
+
 @app.command()
 def schema(command: Annotated[str, typer.Argument(metavar="COMMAND")]) -> None:
     """Print the JSON Schema of what a command prints with --json."""

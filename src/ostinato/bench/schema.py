@@ -75,7 +75,27 @@ MODES = obj(
     ),
 )
 
-SCHEMAS: dict[str, Schema] = {"capture-list": CAPTURE_LIST, "modes": MODES}
+BREAK = obj(
+    command={"const": "break"},
+    version={"const": 1},
+    where=WHERE,
+    batch=INTEGER,
+    cells=array(
+        obj(
+            name=STRING,
+            path=STRING,
+            reason=STRING,
+            graphs_per_step=INTEGER,
+            padding_rows=INTEGER,
+            runs_ahead=BOOLEAN,
+            median_ms=MAYBE_NUMBER,
+            cost=MAYBE_NUMBER,
+        )
+    ),
+    refused=table(STRING),
+)
+
+SCHEMAS: dict[str, Schema] = {"break": BREAK, "capture-list": CAPTURE_LIST, "modes": MODES}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),

@@ -60,19 +60,21 @@ class Subject:
         started = time.perf_counter()
         self.engine = Engine(decoder, config, tokenizer=None, eos_token_ids=())
         self.start_seconds = time.perf_counter() - started
-        each = list(params or [SamplingParams(temperature=0.0)] * batch)
-        self._open(each, context, room)
+        self.sequences: list[Sequence] = []
+        self.restart(params or [SamplingParams(temperature=0.0)] * batch, room)
 
-    def _open(self, params: list[SamplingParams], context: int, room: int) -> None:
-        """Do what prompts would have done, but for computing them."""
-        scheduler, runner = self.engine._scheduler, self.engine._runner
+    def restart(self, params: Iterable[SamplingParams], room: int) -> None:
+        """End what is decoding, and do for other requests what their prompts would do, but for computing them."""
+        self.engine.abort(*self.sequences)
+        self.engine.step()  # one that was launched ahead is waited for
+        scheduler, runner, context = self.engine._scheduler, self.engine._runner, self.context
         for row, one in enumerate(params):
             limited = replace(one, max_tokens=room, ignore_eos=True)
             for sequence in self.engine.create([row % self.engine.vocab_size] * context, limited):
                 self.engine.add(sequence)
         scheduler._admit()
-        self.sequences: list[Sequence] = list(scheduler.prefilling)
-        assert len(self.sequences) == sum(one.n for one in params), "the KV cache holds every row"
+        self.sequences = list(scheduler.prefilling)
+        assert not scheduler.waiting, "the KV cache holds every row"
         for row, sequence in enumerate(self.sequences):
             sequence.row, sequence.num_computed = row, context
             sequence.output_ids.append(row % self.engine.vocab_size)

@@ -1,0 +1,149 @@
+"""docs/feature-interactions.md, made from what an engine does: `python -m ostinato.bench.interactions > FILE`."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..model import ModelConfig
+from ..weights import dummy_model
+from .breaks import BreakCell, measure, refusals
+
+HEAD = """# Features and graphs
+
+What each feature does to the graphs of a decode step. This page is generated: `python -m ostinato.bench.interactions`
+runs every feature of `ostinato bench break` on a tiny model with random weights, on a CPU's tape, and writes down what
+its steps ran as; `tests/bench/test_break_command.py` compares. Reasons are those of `runtime/graph_reason.py`, and
+`LLM.explain` tells them in advance. The first table has the twelve features that serving guides usually list, with the
+verdict that such a guide gives ("elsewhere").
+"""
+
+COSTS = """
+Costs are told by what is launched, since a tape has no times worth telling. On an H200, llama-3.2-1b, batch 1
+(`docs/graphs.md`), piecewise took 1.010 times whole, a hook in front of a middle layer 1.010, eager 9.8; the others
+have not been measured there, and `ostinato bench break` measures them on your machine. "Ahead" is whether a step can be
+launched before the tokens of the last one are looked at; where not, the host's work adds to each step.
+"""
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """A row of the first table.
+
+    Attributes:
+        elsewhere: the verdict of a serving guide.
+        ours: what happens here.
+        shown_by: the break that shows it; or the option that is refused.
+    """
+
+    feature: str
+    elsewhere: str
+    ours: str
+    shown_by: str
+
+
+INTERACTIONS = (
+    Interaction(
+        "Paged attention",
+        "yes (context length is data, not shape)",
+        "yes: lengths and block tables lie on the device, grids follow from the bucket",
+        "nothing: greedy requests",
+    ),
+    Interaction(
+        "Continuous batching",
+        "yes (with a capture list per batch size)",
+        "yes: rows join and leave between steps; a batch is padded to the next size, or split above the largest",
+        "a batch between two sizes",
+    ),
+    Interaction(
+        "Prefix caching", "yes (block tables are data)", "not built: blocks are not shared", "enable_prefix_caching"
+    ),
+    Interaction(
+        "Chunked prefill",
+        "no for the prefill part; yes for the decode part",
+        "chunks of prompts run eagerly, in steps of their own; decode steps between them replay as ever",
+        "PREFILL",
+    ),
+    Interaction("Multi-LoRA", "careful: some engines disable graphs", "not built", "enable_lora"),
+    Interaction(
+        "Speculative decoding", "careful: accepted counts complicate capture", "not built", "speculative_config"
+    ),
+    Interaction(
+        "Guided decoding",
+        "careful: the mask is often computed outside the graph",
+        "yes, as `allowed_token_ids`: the step is cut between head and sampling, both sides replay; no grammar engine",
+        "a mask of allowed tokens",
+    ),
+    Interaction(
+        "Python logits processors",
+        "no",
+        "yes: the step is cut between head and sampling, the processor runs there, both sides replay",
+        "a Python logits processor",
+    ),
+    Interaction(
+        "Per-request sampling",
+        "yes (parameters in fixed buffers)",
+        "yes: parameters, seeds and token counts are rows on the device",
+        "penalties",
+    ),
+    Interaction("Tensor parallelism", "yes (NCCL can be captured)", "not built", "tensor_parallel_size"),
+    Interaction("Pipeline parallelism", "careful: communication between stages", "not built", "pipeline_parallel_size"),
+    Interaction(
+        "Custom masks",
+        "not in every guide's table",
+        "of tokens: as guided decoding. Of attention: not built, no argument takes one; a window is the model's",
+        "a mask of allowed tokens",
+    ),
+)
+
+
+def page(cells: Sequence[BreakCell]) -> str:
+    """The document."""
+    by_name, refused = {cell.name: cell for cell in cells}, refusals()
+    rows = [["feature", "elsewhere", "here", "runs", "reason", "cost"]]
+    for one in INTERACTIONS:
+        cell = by_name.get(one.shown_by)
+        if cell is not None:
+            rows.append([one.feature, one.elsewhere, one.ours, cell.path, f"`{cell.reason}`", _cost(cell)])
+        elif one.shown_by == "PREFILL":
+            rows.append([one.feature, one.elsewhere, one.ours, "eager", "`PREFILL`", "none for decode steps"])
+        else:
+            said = f"`EngineConfig` {refused[one.shown_by]}"
+            rows.append([one.feature, one.elsewhere, one.ours, "refused", said, "none"])
+    second = [["switched on", "runs", "reason", "graphs a step", "padding rows", "ahead"]]
+    for cell in cells:
+        counts = [str(cell.graphs_per_step), str(cell.padding_rows), "yes" if cell.runs_ahead else "no"]
+        second.append([cell.name, cell.path, f"`{cell.reason}`", *counts])
+    return f"{HEAD}\n{_table(rows)}\n{COSTS}\n## One by one\n\nBatches of 4, graphs of 2 and 4.\n\n{_table(second)}\n"
+
+
+def make_page() -> str:
+    """The document, from a run."""
+    config = ModelConfig.from_hf(
+        {
+            "architectures": ["LlamaForCausalLM"],
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 128,
+        }
+    )
+    return page(measure(dummy_model(config, dtype=torch.float32, device="cpu"), context=8, steps=0))
+
+
+def _cost(cell: BreakCell) -> str:
+    graphs = f"{cell.graphs_per_step} graph{'s' * (cell.graphs_per_step != 1)} a step"
+    padding = f", {cell.padding_rows} row of padding" if cell.padding_rows else ""
+    return f"{graphs}{padding}, {'launched ahead' if cell.runs_ahead else 'not launched ahead'}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+if __name__ == "__main__":
+    print(make_page(), end="")
