@@ -27,7 +27,7 @@ from ostinato.kernels import _triton
 
 # Multiprocessors, and bytes of shared memory that one program can have: A100, H200, B200.
 DEVICES = {80: (108, 166912), 90: (132, 232448), 100: (148, 232448)}
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

@@ -24,6 +24,7 @@ from .rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
 from .rotary_kv_write import rotary_kv_write, rotary_kv_write_ref
 from .rotary_rows import rotary_rows, rotary_rows_ref
 from .sample import sample, sample_ref
+from .sample_rows import SampleSteps, SampleWorkspace, SamplingRows, sample_rows, sample_rows_ref
 from .slot_mapping import slot_mapping, slot_mapping_ref
 from .swiglu import swiglu, swiglu_ref
 from .update_rows import update_rows, update_rows_ref
@@ -32,6 +33,9 @@ __all__ = [
     "FIRST_BLOCK",
     "SINK_BLOCK",
     "UNUSED_BIAS",
+    "SampleSteps",
+    "SampleWorkspace",
+    "SamplingRows",
     "add_rms_norm",
     "add_rms_norm_ref",
     "attention_decode",
@@ -69,6 +73,8 @@ __all__ = [
     "rotary_rows_ref",
     "sample",
     "sample_ref",
+    "sample_rows",
+    "sample_rows_ref",
     "slot_mapping",
     "slot_mapping_ref",
     "swiglu",

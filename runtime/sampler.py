@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ..kernels import (
     UNUSED_BIAS,
+    SampleSteps,
+    SampleWorkspace,
+    SamplingRows,
     ban_tokens,
     count_tokens,
     greedy,
@@ -18,6 +21,7 @@ from ..kernels import (
     logprobs,
     penalties,
     sample,
+    sample_rows,
 )
 from .sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 
@@ -90,10 +94,13 @@ class Sampler:
     """Owns the sampling numbers and token counts of `max_num_seqs` rows on one device.
 
     The host changes single rows (`set_row`, `clear_row`, `move_row`) in stream order with the steps and never rewrites
-    an array; whatever changes from step to step is read on the device. A cleared row is greedy.
+    an array; whatever changes from step to step is read on the device. A cleared row is greedy. With `kernels` the way
+    to a token is `sample_rows`, whose workspace is claimed here.
     """
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, *, device: torch.device | str) -> None:
+    def __init__(
+        self, max_num_seqs: int, vocab_size: int, *, device: torch.device | str, kernels: bool = False
+    ) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -105,6 +112,7 @@ class Sampler:
         self._is_banned = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.bool, device=device)
         self._row_numbers = torch.arange(max_num_seqs, device=device)
         self._counts: tuple[Tensor, Tensor] | None = None
+        self._workspace = SampleWorkspace(max_num_seqs, vocab_size, device=device) if kernels else None
         self.reset()
 
     def reset(self) -> None:
@@ -175,14 +183,14 @@ class Sampler:
         )
         self._integers[row] = torch.tensor([params.top_k, signed_seed, sample_index, free_position])
         if road.biases or previous.biases:
-            ids, biases = list(params.logit_bias), list(params.logit_bias.values())
+            ids, biases = sorted(params.logit_bias), [params.logit_bias[i] for i in sorted(params.logit_bias)]
             unused = MAX_LOGIT_BIASES - len(ids)
-            self._bias_ids[row] = torch.tensor(ids + [0] * unused)
-            self._biases[row] = torch.tensor(biases + [UNUSED_BIAS] * unused)
+            self._bias_ids[row] = torch.tensor([0] * unused + ids)
+            self._biases[row] = torch.tensor([UNUSED_BIAS] * unused + biases)
         if road.bans or previous.bans:
             unused = MAX_BANNED_IDS - len(banned_ids)
-            self._banned_ids[row] = torch.tensor(banned_ids + [0] * unused)
-            self._is_banned[row] = torch.tensor([True] * len(banned_ids) + [False] * unused)
+            self._banned_ids[row] = torch.tensor([0] * unused + sorted(banned_ids))
+            self._is_banned[row] = torch.tensor([False] * unused + [True] * len(banned_ids))
         if road.penalties:
             in_prompt, output_counts = self.claim_counts()
             in_prompt[row] = self._histogram(prompt_ids) > 0
@@ -244,6 +252,48 @@ class Sampler:
         road = road or self.road(range(num_rows) if rows is None else rows)
         index = self._row_numbers[:num_rows] if rows is None else torch.tensor(rows, device=self.device)
         assert index.shape == positions.shape == (num_rows,), "one row number and one position for each row of logits"
+        if self._workspace is not None:
+            token_ids = self._sample_rows(logits, positions, index, road, self._workspace, out)
+        else:
+            token_ids = self._sample_apart(logits, positions, rows, index, road, out)
+        if not road.logprobs:
+            return SampledTokens(token_ids)
+        return SampledTokens(token_ids, *logprobs(logits, token_ids, road.num_top_logprobs))
+
+    def _sample_rows(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        index: Tensor,
+        road: SampleRoad,
+        workspace: SampleWorkspace,
+        out: Tensor | None,
+    ) -> Tensor:
+        counts = self.claim_counts() if road.penalties else ()
+        steps = SampleSteps(
+            random=road.random,
+            top_k=road.top_k,
+            top_p=road.top_p,
+            min_p=road.min_p,
+            penalties=road.penalties,
+            biases=road.biases,
+            bans=road.bans,
+        )
+        lists = self._bias_ids, self._biases, self._banned_ids, self._is_banned
+        state = SamplingRows(self._reals, self._integers, *lists, *counts)
+        return sample_rows(logits, positions, index, state, steps, workspace=workspace, out=out)
+
+    def _sample_apart(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        rows: Sequence[int] | None,
+        index: Tensor,
+        road: SampleRoad,
+        out: Tensor | None,
+    ) -> Tensor:
+        """One operation after another."""
+        num_rows = logits.shape[0]
 
         def take(state: Tensor) -> Tensor:
             return state[:num_rows] if rows is None else state[index]
@@ -275,9 +325,7 @@ class Sampler:
             token_ids = greedy(adjusted, out=out)
         if road.penalties:
             count_tokens(self.claim_counts()[1], index, token_ids)
-        if not road.logprobs:
-            return SampledTokens(token_ids)
-        return SampledTokens(token_ids, *logprobs(logits, token_ids, road.num_top_logprobs))
+        return token_ids
 
     def _histogram(self, token_ids: Sequence[int]) -> Tensor:
         return torch.bincount(torch.tensor(token_ids, dtype=torch.int64), minlength=self.vocab_size)

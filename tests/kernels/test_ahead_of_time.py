@@ -63,6 +63,23 @@ def decode_step(model: str, batch: int, architecture: int) -> list[Any]:
     return launches
 
 
+def sampling(batch: int, steps: kernels.SampleSteps, architecture: int) -> list[Any]:
+    """The launches from logits to tokens."""
+    floats, ids, flags, vocab = torch.float32, torch.int64, torch.bool, 128256
+    numbers = meta(256, 6, dtype=floats), meta(256, 4, dtype=ids)
+    lists = (meta(256, 1024, dtype=ids), meta(256, 1024, dtype=floats), meta(256, 128, dtype=ids))
+    counts = meta(256, vocab, dtype=flags), meta(256, vocab, dtype=torch.int32)
+    state = kernels.SamplingRows(*numbers, *lists, meta(256, 128, dtype=flags), *counts)
+    rows, workspace = meta(batch, dtype=ids), kernels.SampleWorkspace(256, vocab, device="meta")
+    with aot.recording(architecture) as launches:
+        kernels.sample_rows(meta(batch, vocab), rows, rows, state, steps, workspace=workspace)
+    return launches
+
+
+FILTERED = kernels.SampleSteps(random=True, top_k=True, top_p=True)
+EVERYTHING = kernels.SampleSteps(True, True, True, True, True, True, True)
+SAMPLING = {90: (32, EVERYTHING), 80: (1, FILTERED), 100: (1, FILTERED)}
+
 # Batches on either side of every road and tile; the H200's tables hold for 90 alone, the rest is rules.
 CONFIGURATIONS = {
     90: [(model, batch) for model in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b") for batch in (1, 2, 8, 32)],
@@ -75,6 +92,7 @@ CONFIGURATIONS = {
 def compiled(request: pytest.FixtureRequest) -> list[tuple[Any, Any]]:
     architecture = request.param
     launches = [launch for case in CONFIGURATIONS[architecture] for launch in decode_step(*case, architecture)]
+    launches += sampling(*SAMPLING[architecture], architecture)
     unique = list({launch.key: launch for launch in launches}.values())
     results = aot.compile_everywhere(unique, (architecture,), len(os.sched_getaffinity(0)))
     return list(zip(unique, results, strict=True))

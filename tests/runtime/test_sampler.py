@@ -329,3 +329,29 @@ def test_state_keeps_its_addresses() -> None:
     sampler.clear_row(1)
     after = [*sampler.claim_counts(), *(value for value in vars(sampler).values() if torch.is_tensor(value))]
     assert [tensor.data_ptr() for tensor in after] == addresses
+
+
+def test_the_switch_to_sample_rows_changes_no_token() -> None:
+    """On a CPU both ways are references: lists, counts and numbers reach `sample_rows` as they reach the operations."""
+    outputs = []
+    for kernels in (False, True):
+        sampler = Sampler(8, VOCAB_SIZE, device="cpu", kernels=kernels)
+        rows = dict(enumerate(neighbours(8)))
+        for row, each in rows.items():
+            each.enter(sampler, row)
+        for i in range(6):
+            step(sampler, rows, packed=i % 2 == 0)
+        outputs.append([each.output for each in rows.values()])
+    assert outputs[0] == outputs[1]
+
+
+def test_lists_of_ids_ascend_behind_what_is_unused() -> None:
+    """The kernels look up a stretch of the vocabulary in them."""
+    sampler = Sampler(1, VOCAB_SIZE, device="cpu")
+    Request(SamplingParams(logit_bias={9: 1.0, 3: 2.0, 0: 4.0}, min_tokens=2), 0, stop_token_ids=(7, 2)).enter(
+        sampler, 0
+    )
+    _, _, bias_ids, biases, banned_ids, is_banned, *_ = sampler.row_tensors()
+    assert bias_ids[0, -4:].tolist() == [0, 0, 3, 9]
+    assert biases[0, -4:].tolist() == [0.0, 4.0, 2.0, 1.0]
+    assert (banned_ids[0, -3:].tolist(), is_banned[0, -3:].tolist()) == ([0, 2, 7], [False, True, True])

@@ -1,0 +1,97 @@
+"""The choice of tokens from given logits: the kernels of `sample_rows`, and the reference, in one graph each.
+
+    python bench/sampling.py OUT.jsonl SECONDS COMMIT [STEPS:BATCH,...]
+
+The vocabulary is that of Llama 3, 128256. STEPS is greedy, temperature, top_k_top_p or everything. Eight sets of logits
+take turns within a graph, so that they are not in the L2 for having been there a moment ago.
+"""
+
+import sys
+from pathlib import Path
+
+import aot
+import harness
+import torch
+
+from ostinato.kernels import UNUSED_BIAS, SampleSteps, SampleWorkspace, SamplingRows, sample_rows, sample_rows_ref
+
+VOCAB, SETS, WIDTH, BANS = 128256, 8, 1024, 128
+STEPS = {
+    "greedy": SampleSteps(),
+    "temperature": SampleSteps(random=True),
+    "top_k_top_p": SampleSteps(random=True, top_k=True, top_p=True),
+    "everything": SampleSteps(True, True, True, True, True, True, True),
+}
+CELLS = [f"{steps}:{batch}" for steps in STEPS for batch in (1, 8, 32)]
+
+
+class Sampling:
+    """What one choice reads and writes, for `batch` rows; temperature 0.8, top_k 50, top_p 0.9 where they are on."""
+
+    def __init__(self, steps: str, batch: int, device: str, vocab: int = VOCAB) -> None:
+        self.steps = STEPS[steps]
+        reals = torch.tensor([0.8 * self.steps.random, 0.9, 0.01, 1.1, 0.1, 0.1])
+        integers = torch.tensor([50, 42, 0, 0])
+        biases = torch.full((batch, WIDTH), UNUSED_BIAS)
+        self.state = SamplingRows(
+            reals.repeat(batch, 1).to(device),
+            integers.repeat(batch, 1).to(device),
+            torch.zeros(batch, WIDTH, dtype=torch.int64, device=device),
+            biases.to(device),
+            torch.zeros(batch, BANS, dtype=torch.int64, device=device),
+            torch.zeros(batch, BANS, dtype=torch.bool, device=device),
+            torch.zeros(batch, vocab, dtype=torch.bool, device=device),
+            torch.zeros(batch, vocab, dtype=torch.int32, device=device),
+        )
+        self.logits = [(torch.randn(batch, vocab, device=device) * 2.5).bfloat16() for _ in range(SETS)]
+        self.rows, self.positions = torch.arange(batch, device=device), torch.arange(batch, device=device)
+        self.workspace = SampleWorkspace(batch, vocab, device=device)
+        self.out = torch.empty(SETS, batch, dtype=torch.int64, device=device)
+
+    def run(self) -> None:
+        for logits, out in zip(self.logits, self.out, strict=True):
+            sample_rows(logits, self.positions, self.rows, self.state, self.steps, workspace=self.workspace, out=out)
+
+    def run_reference(self) -> None:
+        for logits, out in zip(self.logits, self.out, strict=True):
+            sample_rows_ref(logits, self.positions, self.rows, self.state, self.steps, out=out)
+
+    def differing(self) -> int:
+        """How many of the tokens are not the reference's, which near-ties may make one or two."""
+        if self.steps.penalties:
+            return 0  # each run counts its tokens, so the second sees other counts
+        self.run()
+        ours = self.out.clone()
+        self.run_reference()
+        return int((ours != self.out).sum())
+
+
+def measure(names: list[str], recorder: harness.Recorder) -> None:
+    for name in recorder.cells(names):
+        steps, batch = name.split(":")
+        sampling = Sampling(steps, int(batch), "cuda")
+        differing = sampling.differing()
+        timing = harness.time_graph(harness.capture(sampling.run), per_sample=4)
+        reference = harness.time_graph(harness.capture(sampling.run_reference), replays=10)
+        one = harness.Timing(*(value / SETS for value in vars(timing).values()))
+        num_bytes = 2.0 * VOCAB * int(batch)
+        facts = {"reference": reference.median / SETS, "differing": differing, "of": SETS * int(batch)}
+        recorder.record(f"sampling/{name}", one, num_bytes=num_bytes, **facts)
+        print(
+            f"{name:16s} {one.median:8.2f} us, reference {facts['reference']:8.1f} us, {differing} differ", flush=True
+        )
+
+
+def main(path: str, seconds: float, commit_id: str, names: list[str]) -> None:
+    with aot.recording() as launches:
+        for name in names:
+            steps, batch = name.split(":")
+            Sampling(steps, int(batch), "meta").run()
+    unique = list({launch.key: launch for launch in launches}.values())
+    print(f"{len(unique)} kernels to compile", flush=True)
+    aot.compile_everywhere(unique, (90,), 15)
+    measure(names, harness.Recorder(Path(path), seconds, commit_id))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]), sys.argv[3], sys.argv[4].split(",") if len(sys.argv) > 4 else CELLS)

@@ -1,0 +1,114 @@
+"""The ends of the sampling chain: the first look at each row, the race for a token, and the choice."""
+
+from typing import no_type_check
+
+from ._sample_values import clamped, exponentials, ordering_keys, row_extent, row_values, weights_of
+from ._triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@no_type_check
+def scan_kernel(
+    logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_chunks,
+    reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+    values_ptr, ids_ptr, lows_ptr, histogram_ptr, sums_ptr,
+    BLOCK: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr, PENALTIES: tl.constexpr, FILTERS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A program finds the extremes of one stretch of a row; the first of a row empties what the row counts in."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
+    row = tl.load(rows_ptr + slot)
+    first = chunk * BLOCK
+    ids = first + tl.arange(0, BLOCK)
+    values = row_values(
+        logits_ptr, stride, slot, row, tl.load(positions_ptr + slot), first, vocab_size, reals_ptr, integers_ptr,
+        bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+        BLOCK, WIDTH, BANS, PENALTIES,
+    )  # fmt: skip
+    largest = tl.max(values, 0)
+    winner = tl.min(tl.where((values == largest) & (ids < vocab_size), ids, 2147483647), 0)
+    tl.store(values_ptr + slot * num_chunks + chunk, largest)
+    tl.store(ids_ptr + slot * num_chunks + chunk, winner)
+    if FILTERS:
+        low = tl.min(tl.where(values > float("-inf"), clamped(values), float("inf")), 0)
+        tl.store(lows_ptr + slot * num_chunks + chunk, low)
+        if chunk == 0:
+            tl.store(histogram_ptr + slot * 1024 + tl.arange(0, 1024), tl.zeros((1024,), tl.int32))
+            tl.store(sums_ptr + slot * 8 + tl.arange(0, 8), tl.zeros((8,), tl.int64))
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@no_type_check
+def race_kernel(
+    logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_chunks,
+    reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+    values_ptr, sums_ptr, race_values_ptr, race_ids_ptr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr, PENALTIES: tl.constexpr,
+    FILTERS: tl.constexpr, MIN_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program finds the winner among the tokens of one stretch of a row; random bits only where one may be drawn."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(1).to(tl.int64)
+    chunk = tl.program_id(0)
+    row = tl.load(rows_ptr + slot)
+    temperature = tl.load(reals_ptr + row * 6)
+    if temperature > 0:
+        first = chunk * BLOCK
+        ids = first + tl.arange(0, BLOCK)
+        position = tl.load(positions_ptr + slot)
+        values = clamped(row_values(
+            logits_ptr, stride, slot, row, position, first, vocab_size, reals_ptr, integers_ptr,
+            bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+            BLOCK, WIDTH, BANS, PENALTIES,
+        ))  # fmt: skip
+        largest, _ = row_extent(values_ptr, values_ptr, slot, num_chunks, CHUNKS)
+        weights = weights_of(largest - values, temperature)
+        kept = (ids < vocab_size) & (weights > 0)
+        if FILTERS:
+            kept = kept & (ordering_keys(values, ids) >= tl.load(sums_ptr + slot * 8 + 7))
+        if MIN_P:
+            kept = kept & (weights >= tl.load(reals_ptr + row * 6 + 2))
+        best = temperature * 0.0
+        winner = first + row.to(tl.int32) * 0
+        if tl.max(kept.to(tl.int32), 0) > 0:
+            seed, sample_index = tl.load(integers_ptr + row * 4 + 1), tl.load(integers_ptr + row * 4 + 2)
+            race = tl.where(kept, weights / exponentials(seed, sample_index, position, first, BLOCK), 0.0)
+            best = tl.max(race, 0)
+            winner = tl.min(tl.where((race == best) & (ids < vocab_size), ids, 2147483647), 0)
+        tl.store(race_values_ptr + slot * num_chunks + chunk, best)
+        tl.store(race_ids_ptr + slot * num_chunks + chunk, winner)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@no_type_check
+def choose_kernel(
+    rows_ptr, vocab_size, num_chunks, reals_ptr, counts_ptr,
+    values_ptr, ids_ptr, race_values_ptr, race_ids_ptr, out_ptr,
+    CHUNKS: tl.constexpr, PENALTIES: tl.constexpr, RANDOM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes the token of one row, the greedy one or the winner of the race, and counts it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + slot)
+    chunk = tl.arange(0, CHUNKS)
+    inside = chunk < num_chunks
+    place = slot * num_chunks + chunk
+    values = tl.load(values_ptr + place, mask=inside, other=float("-inf"))
+    ids = tl.load(ids_ptr + place, mask=inside, other=2147483647)
+    if RANDOM:  # noqa: SIM102 (the inner condition is the device's)
+        if tl.load(reals_ptr + row * 6) > 0:
+            values = tl.load(race_values_ptr + place, mask=inside, other=float("-inf"))
+            ids = tl.load(race_ids_ptr + place, mask=inside, other=2147483647)
+    token = tl.min(tl.where(values == tl.max(values, 0), ids, 2147483647), 0).to(tl.int64)
+    tl.store(out_ptr + slot, token)
+    if PENALTIES:
+        count = counts_ptr + row * vocab_size + token
+        tl.store(count, tl.load(count) + 1)
