@@ -1,6 +1,7 @@
 """`ostinato bench break`: features switched on one by one, and what becomes of the graphs."""
 
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path as FilePath
@@ -34,7 +35,7 @@ class Break:
         prepare: done to the engine before it decodes, for good.
         hook: in front of a middle layer.
         rows: requests that decode side by side.
-        fresh: steps are counted from the first one on.
+        fresh: steps are counted from the first one on, and not timed.
     """
 
     name: str
@@ -155,24 +156,31 @@ def measure(decoder: Decoder, context: int, steps: int, breaks: Sequence[Break] 
         before, padding = subject.counts(), subject.engine.graph_report().num_padding_rows
         launches = _can_launch(subject)
         subject.step(2)
-        ran = subject.counts() - before
-        if set(ran) != {one.reason}:
-            names = {reason.name: count for reason, count in ran.items()}
-            raise BenchError(f"{one.name}: steps should have run as {one.reason.name}, but ran as {names}")
+        ran = _check(subject, before, one)
         chunks = ran.total() // 2
         rows = (subject.engine.graph_report().num_padding_rows - padding) // 2
         path = Path.EAGER if one.reason not in REPLAYS else Path.PIECEWISE if _is_piecewise(one.reason) else Path.WHOLE
         graphs = 0 if path is Path.EAGER else chunks * (_num_regions(subject) if path is Path.PIECEWISE else 1)
         median = cost = None
-        if plain is not None:
+        if plain is not None and not one.fresh:
             times, others = subject.step(steps + 1), plain.step(steps + 1)
             times, others = times + subject.step(steps + 1), others + plain.step(steps + 1)
             median = statistics.median(times)
             cost = median / statistics.median(others)
+            _check(subject, before, one)
         if hook is not None:
             hook.remove()
         cells.append(BreakCell(one.name, path.value, one.reason.name, graphs, rows, launches, median, cost))
     return cells
+
+
+def _check(subject: Subject, before: Counter[Reason], one: Break) -> Counter[Reason]:
+    """What the steps since `before` ran as; raises BenchError where that is not the feature's reason."""
+    ran = subject.counts() - before
+    if set(ran) != {one.reason}:
+        names = {reason.name: count for reason, count in ran.items()}
+        raise BenchError(f"{one.name}: steps should have run as {one.reason.name}, but ran as {names}")
+    return ran
 
 
 def refusals() -> dict[str, str]:
@@ -242,12 +250,12 @@ def plot(cells: Sequence[BreakCell], device: torch.device, path: FilePath) -> No
     """
     from .output import figure
 
-    costs = [cell.cost for cell in cells if cell.cost is not None]
-    if len(costs) < len(cells):
+    cells = [cell for cell in cells if cell.cost is not None]
+    if not cells:
         raise ValueError("--plot draws times: give --steps above 0")
     label = "" if device.type == "cuda" else " (tape on a CPU, no CUDA graphs)"
     with figure(path, 8, 5) as [axes]:
-        axes.barh([f"{cell.name}: {cell.reason}" for cell in cells][::-1], costs[::-1])
+        axes.barh([f"{cell.name}: {cell.reason}" for cell in cells][::-1], [cell.cost for cell in cells][::-1])
         axes.axvline(1.0, color="k", linewidth=0.8)
         axes.set_xlabel(f"times the plain step{label}")
 

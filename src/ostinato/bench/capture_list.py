@@ -276,9 +276,12 @@ def plot(costs: Sequence[ListCost], traffic: Traffic, path: Path) -> None:
     with figure(path, 8, 4) as [axes]:
         total, peak = sum(traffic.batches.values()), max(traffic.batches.values())
         axes.fill_between(list(traffic.batches), [w / peak for w in traffic.batches.values()], alpha=0.3, step="mid")
-        for row, one in enumerate(costs):
-            axes.plot(one.sizes, [-0.15 * (row + 1)] * len(one.sizes), "|", markersize=10)
-            axes.annotate(f"{one.name} ({one.token_waste:.1%})", (max(one.sizes), -0.15 * (row + 1)), ha="right",
-                          va="bottom", fontsize=7)  # fmt: skip
+        heights = [-0.15 * (row + 1) for row in range(len(costs))]
+        for height, one in zip(heights, costs, strict=True):
+            axes.plot(one.sizes, [height] * len(one.sizes), "|", markersize=10)
+        axes.set_yticks(
+            [*heights, 0.0, 1.0],
+            [*(f"{one.name}: {one.token_waste:.1%} padding" for one in costs), "0", f"{peak / total:.1%}"],
+        )
         axes.set_xlabel("batch size")
-        axes.set_ylabel(f"share of steps, peak {peak / total:.1%}")
+        axes.set_ylabel("share of steps", loc="top")

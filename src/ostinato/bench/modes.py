@@ -272,4 +272,5 @@ def plot(result: ModesResult, path: Path) -> None:
         for axes in (speedups, times):
             axes.set_xlabel("batch size")
             axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:.0f}")
             axes.legend(fontsize=7)
