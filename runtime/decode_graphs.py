@@ -29,7 +29,7 @@ from .graph_ledger import GraphLedger
 from .graph_reason import Path, Reason
 from .piecewise_runner import PiecewiseCudaGraphRunner
 from .piecewise_step import PiecewiseStep, region_key
-from .sampler import SampleRoad
+from .sample_road import SampleRoad
 from .static_buffers import GraphResources, StaticBuffers
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from ..model.decoder import Preamble
 from .dummy_rows import RowInputs
 from .graph_buckets import BucketKey, CudaGraphConfig
 from .piecewise_runner import InputSpec, PiecewiseCallInputs, PiecewiseCaptureShape, PiecewiseConfig
-from .sampler import SampledTokens, Sampler, SampleRoad
+from .sample_road import SampleRoad
+from .sampler import SampledTokens, Sampler
 from .sampling_params import MAX_TOP_LOGPROBS
 from .static_buffers import StaticBuffers
 from .step_state import StepState

@@ -22,7 +22,8 @@ from .inference_graph_capture import InferenceGraphCapture, StepMode
 from .interventions import HookRow, Hooks, edit_logits, has_logits_processor, has_token_mask
 from .rank_agreement import GraphsRequiredError, fail_if_graphs_required
 from .row_window import rows_in_front
-from .sampler import SampledTokens, SampleRoad
+from .sample_road import SampleRoad
+from .sampler import SampledTokens
 from .sampling_params import SamplingParams
 from .sequence import Sequence
 

@@ -10,7 +10,7 @@ from .decode_pieces import BLOCKS_IN, BLOCKS_OUT, DecodePieces, block_spans
 from .graph_buckets import BucketKey
 from .piecewise_output import PiecewiseOutput
 from .piecewise_runner import PiecewiseCudaGraphRunner
-from .sampler import SampleRoad
+from .sample_road import SampleRoad
 from .static_buffers import StaticBuffers
 
 

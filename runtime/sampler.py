@@ -4,7 +4,7 @@ import contextlib
 import functools
 import operator
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from ..kernels import (
     sample,
     sample_rows,
 )
+from .sample_road import SampleRoad, road_of
 from .sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_BANNED_IDS = 2 * MAX_STOP_TOKEN_IDS  # a request's own stop ids and the model's end ids
@@ -49,45 +50,6 @@ class SampledTokens:
     logprobs: Tensor | None = None
     top_token_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class SampleRoad:
-    """The operations that a row or a batch needs; one that is left out would have changed nothing."""
-
-    random: bool = False
-    top_k: bool = False
-    top_p: bool = False
-    min_p: bool = False
-    penalties: bool = False
-    biases: bool = False
-    bans: bool = False
-    logprobs: bool = False
-    num_top_logprobs: int = 0
-
-    def __str__(self) -> str:
-        """A short name for tables: what is done beside taking the most probable token."""
-        names = [one.name for one in fields(self) if getattr(self, one.name)]
-        if len(names) == len(fields(self)):
-            return "everything"
-        return "+".join(names) or "greedy"
-
-    def covers(self, other: "SampleRoad") -> bool:
-        """Whether this road does all that another one does."""
-        return self | other == self
-
-    def __or__(self, other: "SampleRoad") -> "SampleRoad":
-        return SampleRoad(
-            random=self.random or other.random,
-            top_k=self.top_k or other.top_k,
-            top_p=self.top_p or other.top_p,
-            min_p=self.min_p or other.min_p,
-            penalties=self.penalties or other.penalties,
-            biases=self.biases or other.biases,
-            bans=self.bans or other.bans,
-            logprobs=self.logprobs or other.logprobs,
-            num_top_logprobs=max(self.num_top_logprobs, other.num_top_logprobs),
-        )
 
 
 class Sampler:
@@ -166,7 +128,7 @@ class Sampler:
         if len(banned_ids) > MAX_BANNED_IDS:
             raise ValueError(f"min_tokens: at most {MAX_BANNED_IDS} stop and end ids, got {len(banned_ids)}")
 
-        previous, road = self._roads[row], _road_of(params, self.vocab_size, bool(banned_ids))
+        previous, road = self._roads[row], road_of(params, self.vocab_size, bool(banned_ids))
         self._roads[row] = road
         signed_seed = seed - 2**64 if seed >= 2**63 else seed
         free_position = len(prompt_ids) - 1 + params.min_tokens
@@ -223,7 +185,7 @@ class Sampler:
 
     def road_of(self, params: SamplingParams) -> SampleRoad:
         """What a row needs for a request, before it has one. With min_tokens it is taken to have ids to ban."""
-        return _road_of(params, self.vocab_size, bool(params.min_tokens))
+        return road_of(params, self.vocab_size, bool(params.min_tokens))
 
     def road(self, rows: Sequence[int]) -> SampleRoad:
         """What a batch of these rows needs, known on the host without looking at a tensor."""
@@ -329,18 +291,3 @@ class Sampler:
 
     def _histogram(self, token_ids: Sequence[int]) -> Tensor:
         return torch.bincount(torch.tensor(token_ids, dtype=torch.int64), minlength=self.vocab_size)
-
-
-def _road_of(params: SamplingParams, vocab_size: int, bans: bool) -> SampleRoad:
-    random = not params.greedy
-    return SampleRoad(
-        random=random,
-        top_k=random and 0 < params.top_k < vocab_size,
-        top_p=random and params.top_p < 1,
-        min_p=random and params.min_p > 0,
-        penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0),
-        biases=bool(params.logit_bias),
-        bans=bans,
-        logprobs=params.logprobs,
-        num_top_logprobs=params.top_logprobs,
-    )

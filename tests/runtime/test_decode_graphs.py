@@ -665,7 +665,7 @@ def test_blocks_are_cut_anywhere_within_the_claimed_buffers(make_engine: MakeEng
 
 def test_sampling_without_a_captured_kind_does_not_exist() -> None:
     """The last kind covers every request: no batch is eager for its parameters."""
-    from ostinato.runtime.sampler import SampleRoad
+    from ostinato.runtime.sample_road import SampleRoad
     from ostinato.runtime.sampling_params import MAX_TOP_LOGPROBS
 
     most = SampleRoad(True, True, True, True, True, True, True, True, MAX_TOP_LOGPROBS)

@@ -12,7 +12,7 @@ from ostinato.runtime.graph_buckets import (
     tightest,
     tightest_batched,
 )
-from ostinato.runtime.sampler import SampleRoad
+from ostinato.runtime.sample_road import SampleRoad
 
 
 @pytest.mark.parametrize(
