@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 
 from .graph_backend import CaptureError, Event, Graph, GraphBackend, GraphPool, Stream
+from .graph_capture import autocast_scope
 from .graph_nodes import GraphCounts, GraphNode
 from .tape_operators import Shape, infer_shapes, operator_facts, written_arguments
 from .tape_pool import TapePool
@@ -39,8 +40,10 @@ class TapeGraph:
 
     @torch.inference_mode()
     def replay(self) -> None:
-        for step in self._steps:
-            step()
+        # The casts of the capture are on the tape; autocast around a replay reaches a graph on a GPU no more than this.
+        with autocast_scope(None, "cpu"):
+            for step in self._steps:
+                step()
 
     def reset(self) -> None:
         self._steps.clear()

@@ -47,6 +47,7 @@ def test_handles_are_stable_and_differ_between_pools_keys_and_rows() -> None:
     a, b = DummyRowPool("a", rows), DummyRowPool("b", rows)
     every = [pool.handles(key, 4) for pool in (a, b) for key in ("x", ("x", 0))]
     assert len({rid for rids in every for rid in rids}) == 16
+    assert all(rid < 0 for rids in every for rid in rids)
     assert a.handles("x", 2) == a.handles("x", 4)[:2]
     assert DummyRowPool("a", Rows()).handles("x", 4) == a.handles("x", 4)
     assert rows.opened == []
@@ -62,7 +63,9 @@ def test_each_row_is_opened_once() -> None:
     rows = Rows()
     pool = DummyRowPool("a", rows)
     first = pool.ensure("x", 2)
-    assert pool.ensure("x", 4)[:2] == first
+    assert first == pool.handles("x", 2)
+    assert rows.opened == first
+    assert pool.ensure("x", 4) == pool.handles("x", 4)
     pool.reset(first)
     pool.ensure("x", 3)
     assert rows.opened == pool.handles("x", 4)

@@ -253,17 +253,45 @@ def test_packed_shapes_and_query_lengths() -> None:
 
 
 def test_graphs_and_their_keys() -> None:
-    runner = Regions(1).captured().runners[0]
-    assert set(runner.graphs) == {PiecewiseGraphKey(size, size, 0) for size in SIZES}
-    data = runner.graphs[PiecewiseGraphKey(bs=4, seq_len=4, slot=0)]
-    assert isinstance(data, PiecewiseGraphData)
-    assert data.shape == PiecewiseCaptureShape(4, 4)
-    assert (data.bucket.graph_walk, data.bucket.bs) == ("region0", 4)
-    assert len(data.dummy_rids) == 4
-    assert set(data.static_outputs) == {"y", "norm"}
+    regions = Regions(1, shapes=[(2, 8), (4, 16)])
+    [runner] = regions.runners
+    specs = runner.prepare_for_capture()
+    assert [(s.key.bs, s.key.num_tokens, s.slot) for s in specs] == [(4, 16, 0), (2, 8, 0)]
+    regions.resources.buffers.seal()
+    claimed = {tensor.data_ptr() for tensor in regions.resources.buffers.tensors.values()}
+    assert not runner.any_graphs
+    assert runner.graphs == {}
+    runner.warmup_and_capture()
     assert runner.any_graphs
+    assert set(runner.graphs) == {PiecewiseGraphKey(2, 8, 0), PiecewiseGraphKey(4, 16, 0)}
+    key = PiecewiseGraphKey(bs=4, seq_len=16, slot=0)
+    assert (key.bs, key.seq_len, key.slot) == tuple(key) == (4, 16, 0)
+    data = runner.graphs[key]
+    assert isinstance(data, PiecewiseGraphData)
+    assert data.shape == PiecewiseCaptureShape(bs=4, total_tokens=16)
+    assert (data.bucket.graph_walk, data.bucket.bs, data.bucket.num_tokens) == ("region0", 4, 16)
+    assert len(set(data.dummy_rids)) == 4
+    assert max(data.dummy_rids) < 0
+    assert set(data.static_inputs) == {"x"}
+    assert set(data.static_outputs) == {"y", "norm"}
+    x = data.static_inputs["x"]
+    assert x.shape == (16, WIDTH)
+    assert x.data_ptr() in claimed, "claimed before the capture"
+    x.normal_()
+    data.graph.replay()
+    assert all(torch.equal(data.static_outputs[name], value) for name, value in region_math(0, x).items())
     runner.release_graphs()
     assert not runner.any_graphs
+
+
+def test_what_a_region_reads_beside_its_buffers_is_frozen() -> None:
+    regions, factor = Regions(1), [2.0]
+    regions.compute = lambda index, call: {"y": call.inputs["x"] * (factor[0] * call.shape.bs)}  # type: ignore[method-assign]
+    [runner] = regions.captured().runners
+    factor[0] = 5.0
+    x = torch.ones(3, WIDTH)
+    assert runner.run({"x": x})["y"].eq(2.0 * 4).all()
+    assert runner.run({"x": 3 * x})["y"].eq(3 * 2.0 * 4).all(), "the buffers are read at every replay"
 
 
 def test_leases_and_slots() -> None:
@@ -273,6 +301,7 @@ def test_leases_and_slots() -> None:
     runner.set_slot(0)
     assert runner.lease_slot(3) == runner.lease_slot(4)
     assert list(runner.CAPTURE_BATCH_SIZES) == [1, 2, 4, 8, 16, 32, 64]
+    assert runner.NUM_WARMUP == 2
 
 
 def test_a_slot_that_is_leased_ahead_is_the_one_that_runs() -> None:
@@ -282,6 +311,7 @@ def test_a_slot_that_is_leased_ahead_is_the_one_that_runs() -> None:
     runner = PiecewiseCudaGraphRunner("two", regions.runners[0].config, resources, regions.steps, CPU, None, 2)
     runner.prepare_for_capture()
     runner.warmup_and_capture()
+    assert set(runner.graphs) == {PiecewiseGraphKey(size, size, slot) for size in SIZES for slot in (0, 1)}
     [key] = [key for key in runner.bucket_keys() if key.bs == 4]
     for slot in (0, 1, 0):
         assert runner.lease_slot(3) == runner.lease_slot(4) == SlotLease(key, slot)

@@ -39,7 +39,8 @@ def test_a_capture_computes_nothing_and_a_replay_runs_no_python(pool: TapePool) 
         calls.append(None)
         return torch.add(x * 2, 1, out=out)
 
-    graph, _ = capture_into_graph(run, pool, CPU, None)
+    graph, returned = capture_into_graph(run, pool, CPU, None)
+    assert returned is out or returned.data_ptr() == out.data_ptr()
     assert out.tolist() == [0, 0]
     graph.replay()
     assert out.tolist() == [3, 5]
