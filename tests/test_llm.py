@@ -66,7 +66,7 @@ def test_params_for_each_prompt(llm: LLM) -> None:
     params = [GREEDY, SEEDED, SamplingParams(temperature=0.0, max_tokens=3)]
     together = llm.generate(["a", "b", "c"], params)
     assert tokens(together) == [tokens(llm.generate(*pair))[0] for pair in zip("abc", params, strict=True)]
-    with pytest.raises(ValueError, match="prompts and SamplingParams .* 2 and 3"):
+    with pytest.raises(ValueError, match=r"prompts and SamplingParams .* 2 and 3"):
         llm.generate(["a", "b"], params)
 
 
