@@ -62,6 +62,7 @@ y = linear(x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=True)
 | `attention_decode` | `kernels/attention_decode.py` | attention alone |
 | `swiglu` | `kernels/swiglu.py` | the activation where it is not fused |
 | `greedy` | `kernels/argmax.py` | the greedy token, in two launches |
+| `sample_rows` | `kernels/sample_rows.py` | tokens of rows of any kind, two to six launches; **not yet on a GPU** |
 | `commit` | `kernels/commit.py` | the end of a step |
 | `update_rows` | `kernels/update_rows.py` | host changes between steps |
 
@@ -69,6 +70,39 @@ A layer of a decode step is five or six launches: `linear` (norm and qkv), `rota
 the merge), `linear` (o and residual), `linear` (norm, gate and up, SwiGLU), `linear` (down and residual). All of them
 use programmatic dependent launch: a kernel is let in while its predecessor drains, asks for its first weights, and only
 then waits. The KV cache is `[num_blocks, num_kv_heads, block_size, head_dim]`.
+
+## Sampling
+
+`sample_rows` does biases, penalties, bans, temperature, top-k, top-p, min-p and the draw. **It has not yet run on a
+GPU**: it agrees with its reference in the interpreter, and it compiles for sm_80, sm_90 and sm_100 without spills.
+Until it has been tested and timed on one, the engine samples by separate operations, most of them torch. The switch
+is the line in `runtime/engine_parts.py` that makes the `Sampler`: `kernels=True`. `bench/sampling.py` measures both
+ways, and `tests/kernels/device/test_sample_rows.py` has the tests to run first. `logprobs` is still torch alone.
+
+| launch | programs | what it leaves behind |
+|---|---|---|
+| scan | stretch, row | largest value, its first id, least finite value |
+| count | stretch, row | how many tokens lie in each of 1,024 bins of distance from the row's largest value |
+| collect | stretch, row | the tokens in bins where a border may be, listed; the exact mass above those bins |
+| resolve | row | the least (value, id) that may be drawn |
+| race | stretch, row | the first to arrive of what may be drawn |
+| choose | row | the token, and its count |
+
+Greedy batches need the first and the last, unfiltered ones also the race. A row that needs less than its batch leaves
+at once. No launch stores adjusted logits: each computes them anew from the logits, which the L2 holds, so that the
+workspace is 39 KB a row and not half a megabyte. The list of a row's biases or bans ascends; a stretch finds its part
+by counting, and looks at no other entry.
+
+*Ties and borders.* Tokens stand in one order, larger value first, then lower id, as a key of 50 bits. Mass is an
+integer of 40 bits after the point, so that no order of summation matters, neither within a program nor among atomics.
+The bins take the place of a radix search's upper digits: counts give top-k's bin exactly, and bound the mass of every
+other, which leaves a few bins for the border of top-p. The rest of the digits are found bit by bit among the listed
+keys, in one program and with exact sums. If these show that the border is not in the list, or if more than 4,096
+tokens lie where it may be (a long tie), the program searches the whole row instead: the same token, about a
+millisecond later by estimate.
+
+*Equality with the reference.* The random bits are the same. `exp` and division are the device's own, so a token can
+differ where two race times, or a mass and the border of top-p or min-p, are within 1e-5 of each other, relative.
 
 ## How it was measured
 
