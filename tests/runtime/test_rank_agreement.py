@@ -23,13 +23,18 @@ PROLOGUE = """
     cpu, group = torch.device("cpu"), distributed.group.WORLD
 """
 
+EPILOGUE = """
+    distributed.barrier()
+    distributed.destroy_process_group()  # else gloo's threads may still run when the interpreter goes, which aborts
+"""
+
 
 def run_two_ranks(code: str, *arguments: str) -> list[str]:
     """What each of two processes prints; fails if one of them does."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    program = textwrap.dedent(PROLOGUE) + textwrap.dedent(code)
+    program = textwrap.dedent(PROLOGUE) + textwrap.dedent(code) + textwrap.dedent(EPILOGUE)
     ranks = [
         subprocess.Popen(
             [sys.executable, "-P", "-c", program, str(rank), str(port), *arguments],
