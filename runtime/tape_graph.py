@@ -23,6 +23,9 @@ from .graph_nodes import GraphCounts, GraphNode
 from .tape_operators import Shape, infer_shapes, operator_facts, written_arguments
 from .tape_pool import TapePool
 
+REPLAY_RANGE = "tape replay"
+"""The name of a replay in a profile."""
+
 
 class TapeGraph:
     """A list of operators over fixed addresses."""
@@ -41,7 +44,7 @@ class TapeGraph:
     @torch.inference_mode()
     def replay(self) -> None:
         # The casts of the capture are on the tape; autocast around a replay reaches a graph on a GPU no more than this.
-        with autocast_scope(None, "cpu"):
+        with torch.profiler.record_function(REPLAY_RANGE), autocast_scope(None, "cpu"):
             for step in self._steps:
                 step()
 

@@ -222,6 +222,43 @@ def break_(
 
 
 @app.command()
+def profile(
+    model: Model = None,
+    shape: Shape = None,
+    device: Device = None,
+    dtype: DType = "auto",
+    batch: Annotated[int, Option(min=1, help="Sequences that decode side by side.")] = 1,
+    context: Annotated[
+        int | None, Option(min=1, help="Tokens of each sequence. Default: 1024 on a GPU, else 32.")
+    ] = None,
+    mode: Annotated[list[Mode] | None, Option(help="Several times. Default: piecewise, whole and eager.")] = None,
+    steps: Annotated[int, Option(min=1, help="Steps that are profiled.")] = 5,
+    traces: Annotated[
+        Path | None, _output("--trace", metavar="FOLDER", help="Keep MODE.json there, a Chrome trace of each mode.")
+    ] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """What a step launches and what runs of it, by torch.profiler: launches, kernels, and the gaps between them.
+
+    Exits with 1 unless a whole step is exactly one graph launch and no kernel launch, and a piecewise one as many
+    graph launches as it has regions. --plot draws a step of each mode on one scale of time.
+    """
+    from ..llm import _device
+    from . import profiles
+    from .subject import load_decoder
+
+    target = _device(device)
+    decoder = load_decoder(model, shape, target, dtype)
+    length = context or (1024 if target.type == "cuda" else 32)
+    chosen = list(dict.fromkeys(one.value for one in mode or (Mode.PIECEWISE, Mode.WHOLE, Mode.EAGER)))
+    result = profiles.measure(decoder, batch, length, chosen, steps, traces)
+    if plot is not None:
+        profiles.plot(result, plot)
+    profiles.report(result, shape or model or "demo").show(as_json=json)
+
+
+@app.command()
 def schema(command: Annotated[str, typer.Argument(metavar="COMMAND")]) -> None:
     """Print the JSON Schema of what a command prints with --json."""
     from .schema import SCHEMAS

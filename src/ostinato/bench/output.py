@@ -70,8 +70,11 @@ def _cell(value: Any, form: str) -> str:
 
 
 @contextmanager
-def figure(path: Path, width: float, height: float, count: int = 1) -> Iterator[list[Any]]:
-    """The axes of `count` plots side by side in one picture, which is written at the end.
+def figure(path: Path, width: float, height: float, count: int = 1, *, stacked: bool = False) -> Iterator[list[Any]]:
+    """The axes of `count` plots in one picture, which is written at the end.
+
+    Args:
+        stacked: one above the other with one x axis, not side by side.
 
     Raises:
         ValueError: matplotlib is not installed.
@@ -81,5 +84,6 @@ def figure(path: Path, width: float, height: float, count: int = 1) -> Iterator[
     except ImportError as error:
         raise ValueError("--plot needs matplotlib: pip install 'ostinato[bench]'") from error
     drawing = Figure(figsize=(width, height), layout="constrained")
-    yield [drawing.add_subplot(1, count, number + 1) for number in range(count)]
+    rows, columns = (count, 1) if stacked else (1, count)
+    yield list(drawing.subplots(rows, columns, sharex=stacked, squeeze=False).flat)
     drawing.savefig(path, dpi=150)

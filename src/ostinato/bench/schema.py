@@ -95,7 +95,34 @@ BREAK = obj(
     refused=table(STRING),
 )
 
-SCHEMAS: dict[str, Schema] = {"break": BREAK, "capture-list": CAPTURE_LIST, "modes": MODES}
+PROFILE = obj(
+    command={"const": "profile"},
+    version={"const": 1},
+    where=WHERE,
+    batch=INTEGER,
+    context=INTEGER,
+    cells=array(
+        obj(
+            mode=STRING,
+            median_ms=NUMBER,
+            graph_launches=NUMBER,
+            kernel_launches=NUMBER,
+            copies=NUMBER,
+            kernels=NUMBER,
+            layer=array(STRING),
+            busy_us=NUMBER,
+            idle_us=NUMBER,
+            between_us=NUMBER,
+            largest_gap_us=NUMBER,
+            largest_gap_after=STRING,
+            largest_gap_before=STRING,
+            gaps=array(obj(after=STRING, before=STRING, count=NUMBER, us=NUMBER)),
+            by_kernel=array(obj(name=STRING, count=NUMBER, us=NUMBER)),
+        )
+    ),
+)
+
+SCHEMAS: dict[str, Schema] = {"break": BREAK, "capture-list": CAPTURE_LIST, "modes": MODES, "profile": PROFILE}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),

@@ -93,12 +93,12 @@ class Subject:
 
     def step(self, count: int) -> list[float]:
         """Decode so many tokens a sequence; milliseconds of each step but the first, tokens on the host."""
-        self._wait()
+        self.wait()
         times = [time.perf_counter()]
         for _ in range(count):
             self.engine.step()
             times.append(time.perf_counter())
-        self._wait()
+        self.wait()
         return [1e3 * (b - a) for a, b in pairwise(times)][1:]
 
     def tokens(self) -> list[list[int]]:
@@ -108,8 +108,13 @@ class Subject:
         """Decode chunks by reason."""
         return Counter(self.engine.decode_runner.counters.by_reason)
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
+    @property
+    def on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    def wait(self) -> None:
+        """Until the device has done everything."""
+        if self.on_gpu:
             torch.cuda.synchronize(self._device)
 
 

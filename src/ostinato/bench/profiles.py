@@ -1,0 +1,266 @@
+"""`ostinato bench profile`: what the host launches in a step, what then runs on the device, and when nothing does."""
+
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from ..model import Decoder
+from .errors import BenchError
+from .modes import CHECKED_STEPS, MODES, check_mode, graphs_per_step, make_subject, place
+from .output import Column, Report
+from .subject import TAPE, Subject
+from .timeline import STEP_RANGE, Gap, Span, Step, busy, gaps, layer_of, read_steps
+
+WARM_STEPS = 3
+"""Under the profiler, before those that count."""
+
+
+@dataclass(frozen=True)
+class GapPlace:
+    """Gaps between two kernels, of a step on average."""
+
+    after: str
+    before: str
+    count: float
+    us: float
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """Launches of one kernel, of a step on average."""
+
+    name: str
+    count: float
+    us: float
+
+
+@dataclass(frozen=True)
+class ProfileCell:
+    """Steps of one mode; numbers are of a step on average, microseconds are with the profiler watching.
+
+    Attributes:
+        median_ms: without the profiler, tokens on the host.
+        graph_launches, kernel_launches, copies: asked for by the host.
+        kernels: run by the device; `layer` are those of one layer, by name, where layers repeat.
+        busy_us, idle_us: of the device; `between_us` of the idle time is before the first kernel of a step.
+        largest_gap_us: of all, between `largest_gap_after` and `largest_gap_before`.
+        gaps, by_kernel: most time first.
+    """
+
+    mode: str
+    median_ms: float
+    graph_launches: float
+    kernel_launches: float
+    copies: float
+    kernels: float
+    layer: list[str]
+    busy_us: float
+    idle_us: float
+    between_us: float
+    largest_gap_us: float
+    largest_gap_after: str
+    largest_gap_before: str
+    gaps: list[GapPlace]
+    by_kernel: list[KernelTime]
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Cells and, for the plot, the steps that they are made of."""
+
+    device: torch.device
+    dtype: str
+    batch: int
+    context: int
+    cells: list[ProfileCell]
+    steps: dict[str, list[Step]]
+
+
+def measure(
+    decoder: Decoder, batch: int, context: int, modes: Sequence[str], steps: int, traces: Path | None = None
+) -> ProfileResult:
+    """Profile so many steps of each mode.
+
+    Args:
+        traces: a folder for `MODE.json`, a Chrome trace each; None: they are not kept.
+
+    Raises:
+        BenchError: steps did not run in their mode, or the host launched something else than the mode says.
+    """
+    cells, found = [], {}
+    with nullcontext(traces) if traces is not None else tempfile.TemporaryDirectory() as folder:
+        assert folder is not None, "one of the two is a folder"
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        for mode in modes:
+            subject = make_subject(decoder, batch, context, mode, CHECKED_STEPS + 2 * steps + WARM_STEPS + 8)
+            subject.step(CHECKED_STEPS)
+            before = subject.counts()
+            median = statistics.median(subject.step(steps + 1))
+            path = Path(folder) / f"{mode}.json"
+            record(subject, steps, path)
+            check_mode(dict(subject.counts() - before), MODES[mode][1], mode)
+            found[mode] = read_steps(path)
+            check_launches(found[mode], steps, graphs_per_step(subject, mode), mode)
+            cells.append(summarise(found[mode], mode, median, decoder.config.num_layers))
+    return ProfileResult(decoder.device, str(decoder.dtype).removeprefix("torch."), batch, context, cells, found)
+
+
+def record(subject: Subject, steps: int, path: Path) -> None:
+    """A Chrome trace of some steps, each within a range of its own."""
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if subject.on_gpu else [])]
+    with profile(activities=activities) as profiler:
+        subject.step(WARM_STEPS)
+        for _ in range(steps):
+            with record_function(STEP_RANGE):
+                subject.engine.step()
+        subject.wait()
+    profiler.export_chrome_trace(str(path))
+
+
+def check_launches(steps: Sequence[Step], count: int, graphs: int, mode: str) -> None:
+    """Raises BenchError unless every step launched so many graphs and, in one graph, nothing else."""
+    if len(steps) != count:
+        raise BenchError(f"{mode}: the profile holds {len(steps)} of {count} steps")
+    for number, step in enumerate(steps):
+        launched = f"{len(step.graphs)} graphs and {len(step.launches)} kernels"
+        if len(step.graphs) != graphs:
+            raise BenchError(f"{mode}: step {number} launched {launched}; it must be {graphs} graphs")
+        if mode in ("whole", "lazy") and step.launches:
+            names = sorted({launch.name for launch in step.launches})
+            raise BenchError(f"{mode}: step {number} launched {launched} ({', '.join(names)}); it must be none")
+        if not step.kernels:
+            raise BenchError(f"{mode}: the profile has no kernel of step {number}")
+
+
+def summarise(steps: Sequence[Step], mode: str, median_ms: float, num_layers: int) -> ProfileCell:
+    """Averages over the steps."""
+    count = len(steps)
+    kernels = [kernel for step in steps for kernel in step.kernels]
+    found = gaps(kernels)
+    idle = sum(gap.length for gap in found)
+    within = sum(gap.length for step in steps for gap in gaps(step.kernels))
+    largest = max(found, key=lambda gap: gap.length, default=Gap(0.0, "", ""))
+    return ProfileCell(
+        mode=mode,
+        median_ms=median_ms,
+        graph_launches=sum(len(step.graphs) for step in steps) / count,
+        kernel_launches=sum(len(step.launches) for step in steps) / count,
+        copies=sum(len(step.copies) for step in steps) / count,
+        kernels=len(kernels) / count,
+        layer=[short(name) for name in layer_of([kernel.name for kernel in steps[-1].kernels], num_layers)],
+        busy_us=busy(kernels) / count,
+        idle_us=idle / count,
+        between_us=(idle - within) / count,
+        largest_gap_us=largest.length,
+        largest_gap_after=short(largest.after),
+        largest_gap_before=short(largest.before),
+        gaps=_gap_places(found, count)[:5],
+        by_kernel=_kernel_times(kernels, count),
+    )
+
+
+def short(name: str) -> str:
+    """A kernel's name without what C++ adds to it."""
+    return name.removeprefix("void ").partition("<")[0].partition("(")[0]
+
+
+def _gap_places(found: Sequence[Gap], steps: int) -> list[GapPlace]:
+    lengths: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for gap in found:
+        lengths[short(gap.after), short(gap.before)].append(gap.length)
+    places = [GapPlace(*names, len(all_) / steps, sum(all_) / steps) for names, all_ in lengths.items()]
+    return sorted(places, key=lambda place: -place.us)
+
+
+def _kernel_times(kernels: Sequence[Span], steps: int) -> list[KernelTime]:
+    lengths: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        lengths[short(kernel.name)].append(kernel.length)
+    times = [KernelTime(name, len(all_) / steps, sum(all_) / steps) for name, all_ in lengths.items()]
+    return sorted(times, key=lambda time: -time.us)
+
+
+def report(result: ProfileResult, model: str) -> Report:
+    """The modes side by side, to be shown."""
+    columns = [
+        Column("mode"),
+        Column("ms a step", ".3f"),
+        Column("graph launches", ".2f"),
+        Column("kernel launches", ".2f"),
+        Column("copies", ".2f"),
+        Column("kernels", ".1f"),
+        Column("of a layer", "d"),
+        Column("busy, µs", ".1f"),
+        Column("idle, µs", ".1f"),
+        Column("of it between steps", ".1f"),
+        Column("largest gap, µs", ".1f"),
+    ]
+    rows = [
+        (
+            cell.mode,
+            cell.median_ms,
+            cell.graph_launches,
+            cell.kernel_launches,
+            cell.copies,
+            cell.kernels,
+            len(cell.layer) or None,
+            cell.busy_us,
+            cell.idle_us,
+            cell.between_us,
+            cell.largest_gap_us,
+        )
+        for cell in result.cells
+    ]
+    where = place(result.device, model, result.dtype)
+    notes = [
+        f"{where['device']}, torch {where['torch']}; ms without the profiler, all else with it, of a step on average",
+        *(f"largest gap, {c.mode}: after {c.largest_gap_after}, before {c.largest_gap_before}" for c in result.cells),
+    ]
+    if result.device.type == "cuda":
+        notes += [f"a layer, {cell.mode}: {', '.join(cell.layer)}" for cell in result.cells if cell.layer]
+    else:
+        notes.insert(0, f"{TAPE}. Graphs are replays of the tape, kernels are operators")
+    document = {
+        "command": "profile",
+        "version": 1,
+        "where": where,
+        "batch": result.batch,
+        "context": result.context,
+        "cells": [asdict(cell) for cell in result.cells],
+    }
+    title = f"{len(next(iter(result.steps.values())))} decode steps of {model}, {result.dtype}, "
+    title += f"batch {result.batch}, {result.context} tokens each"
+    return Report(title, columns, rows, notes, document)
+
+
+def plot(result: ProfileResult, path: Path) -> None:
+    """One step of each mode: the host's calls above, the device's kernels below; all on one scale of time."""
+    from .output import figure
+
+    on_gpu = result.device.type == "cuda"
+    with figure(path, 10, 1.2 + 1.3 * len(result.steps), len(result.steps), stacked=True) as every:
+        for axes, (mode, steps) in zip(every, result.steps.items(), strict=True):
+            step = steps[len(steps) // 2]
+            begin, end = step.host.start, max(step.host.end, step.kernels[-1].end)
+            launches = [*step.graphs, *step.launches, *step.copies]
+            kernels = [kernel for one in steps for kernel in one.kernels if begin <= kernel.start < end]
+            for row, spans, colours in (
+                (2.0, [step.host], ["0.85"]),
+                (2.0, launches, ["tab:red"]),
+                (1.0, kernels, ["tab:blue", "tab:cyan"]),
+            ):
+                bars = [(span.start - begin, span.length) for span in spans]
+                axes.broken_barh(
+                    bars, (row - 0.4, 0.8), facecolors=[colours[i % len(colours)] for i in range(len(bars))]
+                )
+            axes.set_yticks([2.0, 1.0], ["host: the call and its launches", "GPU: kernels" if on_gpu else "operators"])
+            axes.set_title(mode, loc="left", fontsize=9)
+        every[-1].set_xlabel("µs" if on_gpu else "µs (tape on a CPU, no CUDA graphs)")
