@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
+from rich import table as rich_table
 from rich.console import Console
-from rich.table import Table
 
 from .schema import SCHEMAS, check
 
@@ -23,46 +23,63 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Report:
-    """What a command found.
-
-    Attributes:
-        rows: a cell for each column; None is a cell that is not known.
-        notes: lines below the table.
-        document: the same as JSON, by the schema of its command.
+class Table:
+    """Attributes:
+    rows: a cell for each column; None is a cell that is not known.
     """
 
     title: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class Report(Table):
+    """What a command found.
+
+    Attributes:
+        notes: lines below the table.
+        document: all of it as JSON, by the schema of its command.
+        details: more tables, which come last.
+    """
+
     notes: Sequence[str]
     document: dict[str, Any]
+    details: Sequence[Table] = ()
 
     def json(self) -> str:
         check(self.document, SCHEMAS[self.document["command"]])
         return json.dumps(self.document, indent=2, allow_nan=False)
 
     def print(self) -> None:
-        """The table and its notes, on stdout; a column without any cell is left out."""
-        shown = [index for index, _ in enumerate(self.columns) if any(row[index] is not None for row in self.rows)]
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for index in shown:
-            table.add_column(self.columns[index].title, justify="right" if self.columns[index].form else "left")
-        for row in self.rows:
-            table.add_row(*(_cell(row[index], self.columns[index].form) for index in shown))
+        """The tables and the notes, on stdout; a column without any cell is left out."""
         console = Console(highlight=False)
         if not console.is_terminal:
             console.width = 200  # a pipe has no width to keep to
-        console.print(self.title, soft_wrap=True, markup=False)
-        console.print(table)
+        _print_table(console, self)
         for note in self.notes:
             console.print(note, soft_wrap=True, markup=False)
+        for table in self.details:
+            console.print()
+            _print_table(console, table)
 
     def show(self, *, as_json: bool) -> None:
         if as_json:
             print(self.json())
         else:
             self.print()
+
+
+def _print_table(console: Console, table: Table) -> None:
+    shown = [index for index, _ in enumerate(table.columns) if any(row[index] is not None for row in table.rows)]
+    drawn = rich_table.Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index in shown:
+        column = table.columns[index]
+        drawn.add_column(column.title, justify="right" if column.form else "left")
+    for row in table.rows:
+        drawn.add_row(*(_cell(row[index], table.columns[index].form) for index in shown))
+    console.print(table.title, soft_wrap=True, markup=False)
+    console.print(drawn)
 
 
 def _cell(value: Any, form: str) -> str:

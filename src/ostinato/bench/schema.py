@@ -122,7 +122,48 @@ PROFILE = obj(
     ),
 )
 
-SCHEMAS: dict[str, Schema] = {"break": BREAK, "capture-list": CAPTURE_LIST, "modes": MODES, "profile": PROFILE}
+COST = obj(
+    command={"const": "cost"},
+    version={"const": 1},
+    where=WHERE,
+    context=INTEGER,
+    max_num_seqs=INTEGER,
+    first_seconds=MAYBE_NUMBER,
+    cells=array(
+        obj(
+            mode=STRING,
+            start_seconds=NUMBER,
+            captures_seconds=NUMBER,
+            graph_bytes=INTEGER,
+            buffer_bytes=INTEGER,
+            ledger_tokens=INTEGER,
+            kv_tokens=INTEGER,
+            sequences=INTEGER,
+            fewer_tokens=INTEGER,
+            fewer_sequences=INTEGER,
+            buckets=array(
+                obj(
+                    batch_size=INTEGER,
+                    graphs=INTEGER,
+                    nodes={"type": ["integer", "null"]},
+                    pool_bytes=INTEGER,
+                    driver_bytes=INTEGER,
+                    output_bytes=INTEGER,
+                    warm_up_seconds=NUMBER,
+                    capture_seconds=NUMBER,
+                )
+            ),
+        )
+    ),
+)
+
+SCHEMAS: dict[str, Schema] = {
+    "break": BREAK,
+    "capture-list": CAPTURE_LIST,
+    "cost": COST,
+    "modes": MODES,
+    "profile": PROFILE,
+}
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
