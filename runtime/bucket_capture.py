@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from .graph_backend import GraphBackend, GraphPool, collector_off
 from .graph_buckets import BucketKey, CudaGraphSlot
@@ -37,7 +38,7 @@ class CapturingRunner(Protocol):
     def capture(self, key: BucketKey) -> None: ...
     def drop(self, key: BucketKey, reason: Reason, detail: str) -> None: ...
     def slots(self, key: BucketKey) -> list[CudaGraphSlot]: ...
-    def own_output_bytes(self, key: BucketKey) -> int: ...
+    def own_outputs(self, key: BucketKey) -> list[Tensor]: ...
     def finish_capture(self) -> None: ...
 
 
@@ -130,6 +131,7 @@ class Capturer:
             return False
         seconds = time.perf_counter() - started
         used_after, pool_after, held_after = self._account(runner)
+        outputs = runner.own_outputs(key)
         counts = [self._backend.count_nodes(slot.graph) for slot in runner.slots(key)]
         entry = LedgerEntry(
             runner=runner.name,
@@ -137,7 +139,8 @@ class Capturer:
             batch_size=key.bs,
             pool_bytes=pool_after - pool,
             driver_bytes=(used_after - used) - (held_after - held),
-            output_bytes=runner.own_output_bytes(key),
+            output_bytes=sum(output.nbytes for output in outputs),
+            num_copies=len(outputs),
             counts=GraphCounts(*(_sum(getattr(one, name) for one in counts) for name in COUNTED)),
             warm_up_seconds=self._warm_seconds.pop((runner.name, key), 0.0),
             capture_seconds=seconds,

@@ -39,8 +39,8 @@ class EngineConfig:
             rows; True with `graphs="off"` is an error.
         split_large_batches: a batch above the largest graph is run as several replays; False: eagerly.
         graph_memory_bytes: for all graphs together; buckets that do not fit are left out. None: no limit.
-        graph_self_test: at start, compare every graph with its Python, bit for bit, and do without those that differ;
-            None: on a GPU.
+        graph_self_test: compare every graph with its Python, bit for bit, once it is captured, and do without those
+            that differ; None: on a GPU.
         run_ahead: start a decode step that replays a graph before the tokens of the one before are looked at, which
             hides the host's work; None: on a GPU.
         require_graphs: missing graphs are an error at start, and an eager decode step is one later.

@@ -195,11 +195,11 @@ class CudaGraphRunner:
         """The captured graphs of a bucket; none if it has none."""
         return self._buckets[key].slots if key in self._buckets else []
 
-    def own_output_bytes(self, key: BucketKey) -> int:
-        """Of a bucket's static outputs, those that no claimed buffer holds."""
+    def own_outputs(self, key: BucketKey) -> list[Tensor]:
+        """Of a bucket's static outputs those that no claimed buffer holds, so that a copy writes them."""
         claimed = {b.untyped_storage().data_ptr() for b in self._resources.buffers.tensors.values()}
         outputs = [tensor for slot in self.slots(key) for tensor in slot.static_outputs.values()]
-        return sum(t.nbytes for t in outputs if t.untyped_storage().data_ptr() not in claimed)
+        return [tensor for tensor in outputs if tensor.untyped_storage().data_ptr() not in claimed]
 
     @property
     def pool(self) -> GraphPool:

@@ -17,9 +17,10 @@ from .graph_buckets import BucketKey
 from .graph_counters import EXPECTED_EAGER, GraphCounters
 from .graph_dispatch import Batch, BucketView, Chunk, Dispatcher
 from .graph_reason import REPLAYS, Path, Reason
-from .graph_self_test import self_test
+from .graph_self_test import fill_read_blocks, self_test, self_test_late
 from .inference_graph_capture import InferenceGraphCapture, StepMode
 from .interventions import HookRow, Hooks, edit_logits, has_logits_processor, has_token_mask
+from .phases import Phases
 from .rank_agreement import GraphsRequiredError, fail_if_graphs_required
 from .row_window import rows_in_front
 from .sample_road import SampleRoad
@@ -39,7 +40,7 @@ class DecodePolicy:
         forced: eager, on the rows and buckets that graphs would run.
         lazy_steps: eager steps of a bucket before its capture; None: everything is captured at start.
         required: eager steps that nobody asked for are errors.
-        self_test: compare every bucket with its Python at start.
+        self_test: compare every bucket with its Python, once it is captured.
     """
 
     path: Path = Path.EAGER
@@ -92,6 +93,7 @@ class DecodeRunner:
         assert (graphs is None) == (policy.path is Path.EAGER), "graphs are there unless they are off"
         self.counters = GraphCounters()
         self.summary: CaptureSummary | None = None
+        self.phases = Phases()
         self.policy = policy
         self.graphs = graphs
         self._pieces = pieces
@@ -106,25 +108,35 @@ class DecodeRunner:
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
-    def start(self, progress: Progress | None = None) -> None:
+    def start(self, progress: Progress | None = None, phases: Phases | None = None) -> None:
         """Capture what is captured at start, and check it; else compile what a late capture will need.
+
+        Args:
+            phases: of the engine's start so far; these come behind.
 
         Raises:
             GraphsRequiredError: graphs are required and some are missing; lists them all.
             RuntimeError: a tensor that must outlive replays lies where one may overwrite it.
         """
+        self.phases = phases = phases or Phases()
         if self.graphs is None or self.policy.forced:
             return
         if self.policy.lazy_steps is not None:
-            self.graphs.warm_up(self.policy.path)
+            with phases.phase("warm-up"):
+                self.graphs.warm_up(self.policy.path)
+            if self.policy.self_test:
+                fill_read_blocks(self.graphs)
         else:
-            self.capture(progress or _log_progress)
-            aliases = find_aliases(self.graphs)
+            with phases.phase("capture"):
+                self.capture(progress or _log_progress)
+            with phases.phase("aliases"):
+                aliases = find_aliases(self.graphs)
             if aliases:
                 raise RuntimeError(f"graphs would overwrite what must last: {'; '.join(aliases)}")
             if self.policy.self_test:
-                started, num_tested = time.perf_counter(), self_test(self.graphs, self.policy.path)
-                logger.info("compared %d graphs with their Python in %.1f s", num_tested, time.perf_counter() - started)
+                with phases.phase("self-test"):
+                    num_tested = self_test(self.graphs, self.policy.path)
+                logger.info("compared %d graphs with their Python in %.1f s", num_tested, phases.seconds["self-test"])
         fail_if_graphs_required(self.graphs.drops(), self.policy.required)
 
     def capture(self, progress: Progress | None) -> None:
@@ -304,19 +316,22 @@ class DecodeRunner:
     # Late captures and failures
 
     def _ready(self, chunk: Chunk) -> Chunk:
-        """Capture the chunk's bucket if it has no graphs yet; where that fails, the chunk runs eagerly."""
+        """Capture and check the chunk's bucket if it has no graphs yet; where that fails, the chunk runs eagerly."""
         if chunk.path is Path.EAGER:
             return chunk
         assert self.graphs is not None, "a bucket belongs to graphs"
         assert chunk.key is not None, "a bucket has a key"
-        if self.graphs.capture_bucket(chunk.path, chunk.key):
-            machine = self._machines.get((chunk.path, chunk.key))
-            if machine is not None and not machine.is_captured:
-                self._num_captured += 1
-                machine.record_capture(self._num_captured, chunk.key.bs, 1)
-            assert machine is None or machine.check_static_shape(chunk.key.bs, 1), "a bucket replays its own shape"
-            return chunk
-        return self._eager(chunk)
+        if not self.graphs.has(chunk.path, chunk.key):
+            if self.graphs.capture_bucket(chunk.path, chunk.key) and self.policy.self_test:
+                self_test_late(self.graphs, chunk.path, chunk.key)
+            if not self.graphs.has(chunk.path, chunk.key):
+                return self._eager(chunk)
+        machine = self._machines.get((chunk.path, chunk.key))
+        if machine is not None and not machine.is_captured:
+            self._num_captured += 1
+            machine.record_capture(self._num_captured, chunk.key.bs, 1)
+        assert machine is None or machine.check_static_shape(chunk.key.bs, 1), "a bucket replays its own shape"
+        return chunk
 
     def _after_failure(self, chunk: Chunk, error: Exception) -> Chunk:
         """A replay failed before it committed: the rest of the step runs eagerly, and the bucket from now on."""

@@ -11,14 +11,17 @@ from ..model import Decoder
 from .block_allocator import BlockAllocator
 from .bucket_capture import Progress
 from .config import EngineConfig, plan_kv_cache
+from .cuda_backend import graph_backend
 from .decode_runner import DecodeRunner
 from .detokenizer import TokenDecoder
-from .engine_parts import build_runner, kv_cache_bytes, memory_bytes, rehearsed_bytes
+from .engine_parts import build_runner, kv_cache_bytes, rehearsed_memory
 from .errors import RequestError, what_failed
-from .graph_rehearsal import free_memory
+from .graph_ledger import MemoryParts
+from .graph_rehearsal import memory_parts
 from .graph_report import GraphReport, coverage_lines, graph_report
 from .interventions import Hooks
 from .model_runner import RunningStep, StepResult
+from .phases import Phases
 from .sampler import MAX_BANNED_IDS
 from .sampling_params import SamplingParams
 from .scheduler import DecodeBatch, Scheduler
@@ -59,30 +62,33 @@ class Engine:
         self._token_texts: dict[int, str] = {}  # what the streams of all sequences learn of the vocabulary
         self.hooks = Hooks(model.config.num_layers)
         plan = plan_kv_cache(config, model.config, model.dtype, kv_cache_bytes(config, model.device))
-        predicted = rehearsed_bytes(model, config, plan)
+        phases = Phases()
+        with phases.phase("rehearsal"):
+            predicted = rehearsed_memory(model, config, plan)
         if predicted is not None:
-            rest = kv_cache_bytes(config, model.device) - predicted
+            rest = kv_cache_bytes(config, model.device) - predicted.total
             plan = plan_kv_cache(config, model.config, model.dtype, rest)
             logger.info(
-                "graphs and what they work on will take %.1f MiB; the KV cache gets %.1f MiB",
-                predicted / 2**20,
-                rest / 2**20,
+                "graphs and what they work on will take %s; the KV cache gets %.1f MiB", predicted, rest / 2**20
             )
         self.kv_plan = plan
-        before = memory_bytes(model.device)
-        self._runner, kv_bytes = build_runner(model, config, plan, self.hooks)
+        backend = graph_backend(model.device)
+        before = memory_parts(backend, None) if predicted is not None else None
+        with phases.phase("KV cache and buffers"):
+            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks)
         self._max_num_seqs = config.max_num_seqs
         self._is_working = False
         self._is_torn = False
         self._doomed: list[Sequence] = []
         self._runs_ahead = model.device.type == "cuda" if config.run_ahead is None else config.run_ahead
         self._ahead: RunningStep | None = None
-        self.decode_runner.start(capture_progress)
+        self.decode_runner.start(capture_progress, phases)
         graphs = self.decode_runner.graphs
-        if graphs is not None and predicted is not None:
-            free_memory(model.device)
-            graphs.ledger.predicted_bytes = predicted
-            graphs.ledger.actual_bytes = memory_bytes(model.device) - before - kv_bytes
+        if graphs is not None and before is not None:
+            now = memory_parts(backend, graphs.resources.pool)
+            graphs.ledger.predicted, graphs.ledger.actual = predicted, now - before - MemoryParts(tensors=kv_bytes)
+        if graphs is not None:
+            logger.info("decode steps are ready after %s", phases)
         for line in coverage_lines(self.decode_runner, config.max_num_seqs) if graphs is not None else ():
             logger.info("batch size %s", line.strip())
         self._scheduler = Scheduler(

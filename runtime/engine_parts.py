@@ -10,6 +10,7 @@ from .decode_graphs import DecodeGraphs, GraphSettings
 from .decode_pieces import DecodePieces
 from .decode_runner import DecodePolicy
 from .graph_buckets import capture_sizes
+from .graph_ledger import MemoryParts
 from .graph_reason import Path
 from .graph_rehearsal import free_memory, rehearse
 from .interventions import Hooks
@@ -22,7 +23,7 @@ from .step_state import StepState
 CPU_KV_CACHE_BYTES = 4 << 30
 
 
-def rehearsed_bytes(model: Decoder, config: EngineConfig, plan: KVPlan) -> int | None:
+def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan) -> MemoryParts | None:
     """What everything but the KV cache will take; None where the cache's size does not depend on it."""
     policy, _ = graph_plan(config, model.device)
     captures = policy.path is not Path.EAGER and not policy.forced and policy.lazy_steps is None
@@ -93,11 +94,3 @@ def allocator_bytes(device: torch.device) -> int:
         return 0
     free_memory(device)
     return torch.cuda.memory_reserved(device)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that are in use, by its driver's account; 0 for a CPU."""
-    if device.type != "cuda":
-        return 0
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free

@@ -6,12 +6,14 @@ from collections.abc import Callable
 import torch
 
 from .cuda_backend import graph_backend
+from .graph_backend import GraphBackend, GraphPool
+from .graph_ledger import MemoryParts
 from .graph_self_test import self_test
 from .model_runner import ModelRunner
 
 
-def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device) -> int:
-    """Bytes that an engine's parts take once its graphs are captured, the KV cache aside; nothing of it stays.
+def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device) -> MemoryParts:
+    """What an engine's parts take once its graphs are captured, the KV cache aside; nothing of it stays.
 
     What is compiled or loaded meanwhile does stay, and is not counted: whoever looks for free memory afterwards finds
     that it is gone.
@@ -25,12 +27,17 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device)
     assert graphs is not None, "without graphs there is nothing to rehearse"
     runner.decode_runner.capture(None)
     self_test(graphs, runner.decode_runner.policy.path, smallest_only=True)  # loads what the real one will need
-    free_memory(device)
-    full = backend.memory_bytes()
+    full = memory_parts(backend, graphs.resources.pool)
     graphs.release()
     del runner, graphs
-    free_memory(device)
-    return max(0, full - backend.memory_bytes() - kv_bytes)
+    return full - memory_parts(backend, None) - MemoryParts(tensors=kv_bytes)
+
+
+def memory_parts(backend: GraphBackend, pool: GraphPool | None) -> MemoryParts:
+    """What is in use of a device, once what nobody holds is given back."""
+    free_memory(backend.device)
+    in_pool, held = 0 if pool is None else backend.pool_bytes(pool), backend.allocator_bytes()
+    return MemoryParts(in_pool, held - in_pool, backend.memory_bytes() - held)
 
 
 def free_memory(device: torch.device) -> None:

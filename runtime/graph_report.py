@@ -22,6 +22,7 @@ class GraphReport:
         counts: chunks by reason.
         eager_decodes: decode chunks that ran eagerly though nobody asked for it.
         num_bytes, seconds: what the captures at start took.
+        start_seconds: of each phase of the engine's start.
         ledger: what each graph cost; None where graphs are off.
         batches: how many decode steps had each number of sequences.
         replay_milliseconds: of a step that replayed graphs of each size, on average.
@@ -38,6 +39,7 @@ class GraphReport:
     wasted_milliseconds: float
     num_bytes: int
     seconds: float
+    start_seconds: dict[str, float] = field(default_factory=dict)
     ledger: GraphLedger | None = None
     batches: dict[int, int] = field(default_factory=dict)
     replay_milliseconds: dict[int, float] = field(default_factory=dict)
@@ -56,6 +58,7 @@ class GraphReport:
             "wasted_milliseconds": self.wasted_milliseconds,
             "num_bytes": self.num_bytes,
             "seconds": self.seconds,
+            "start_seconds": self.start_seconds,
             "ledger": None if self.ledger is None else self.ledger.to_dict(),
             "batches": {str(size): count for size, count in self.batches.items()},
             "replay_milliseconds": {str(size): ms for size, ms in self.replay_milliseconds.items()},
@@ -65,6 +68,7 @@ class GraphReport:
         lines = [f"decode steps: {self.path.value}, captured at {self.capture}"]
         if self.sizes:
             lines.append(f"buckets: {', '.join(map(str, self.sizes))}; {self.num_bytes / 2**20:.1f} MiB")
+            lines.append("start: " + ", ".join(f"{name} {took:.2f} s" for name, took in self.start_seconds.items()))
         if self.ledger is not None and self.ledger.entries:
             lines += ["", *self.ledger.lines()]
         lines += ["", "batch size      runs as", *_coverage_lines(self.coverage)]
@@ -90,6 +94,7 @@ def graph_report(runner: DecodeRunner, max_num_seqs: int) -> GraphReport:
         wasted_milliseconds=1000 * counters.wasted_seconds,
         num_bytes=summary.num_bytes if summary is not None else 0,
         seconds=summary.seconds if summary is not None else 0.0,
+        start_seconds=dict(runner.phases.seconds),
         ledger=graphs.ledger if graphs is not None else None,
         batches=dict(sorted(counters.batches.items())),
         replay_milliseconds={size: 1000 * seconds for size, seconds in counters.replay_seconds.items()},

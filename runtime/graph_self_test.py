@@ -1,5 +1,8 @@
 """Every bucket once replayed beside its own Python, on made-up rows: what differs by a bit is not used."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -18,7 +21,7 @@ def self_test(graphs: DecodeGraphs, path: Path, *, smallest_only: bool = False) 
 
     All rows of a bucket are live but the last (if there are more), and their contexts are once short and once as long
     as the table and the model admit. Outputs, step state and the keys and values written must be equal bit for bit; a
-    bucket that differs is dropped with its reason. Needs free KV blocks, that is, an engine without sequences.
+    bucket that differs is dropped with its reason. The engine must be without sequences.
 
     Args:
         smallest_only: of each kind of sampling only the smallest bucket.
@@ -26,56 +29,100 @@ def self_test(graphs: DecodeGraphs, path: Path, *, smallest_only: bool = False) 
     Returns:
         How many buckets were compared.
     """
+    fill_read_blocks(graphs)
     kinds = [[key for key in config.bucket_keys() if graphs.has(path, key)] for config in graphs.configs]
     keys = [key for kind in kinds for key in (kind[-1:] if smallest_only else kind)]
+    _compare(graphs, path, keys)
+    return len(keys)
+
+
+def self_test_late(graphs: DecodeGraphs, path: Path, key: BucketKey) -> None:
+    """The same for one bucket that was captured between two steps; rows, keys and values of sequences stay as they are.
+
+    Rows of the test read whatever lies in the cache, which `fill_read_blocks` has made numbers of at start.
+    """
+    _compare(graphs, path, [key])
+
+
+@torch.inference_mode()
+def fill_read_blocks(graphs: DecodeGraphs) -> None:
+    """Random numbers for keys and values that self-tests read; the engine must be without sequences."""
+    cache, layout = graphs.pieces.kv_cache, _Layout.of(graphs)
+    generator = torch.Generator(device=graphs.backend.device).manual_seed(0)
+    for layer in (*cache.k, *cache.v):
+        layer[FIRST_BLOCK : layout.first_read + layout.num_read].normal_(generator=generator)
+
+
+def _compare(graphs: DecodeGraphs, path: Path, keys: Sequence[BucketKey]) -> None:
     with graphs.at_rest():
-        rows = _Rows(graphs)
+        rows = _Rows(graphs, max((key.bs for key in keys), default=0))
         for key in keys:
             for name, length in (("short", rows.short), ("long", rows.longest)):
-                wrong = rows.compare(path, key, length)
+                try:
+                    wrong = rows.compare(path, key, length)
+                except Exception as error:
+                    wrong = [f"that it cannot run: {type(error).__name__}: {error}"]
                 if wrong:
                     detail = f"a replay over {name} contexts differs from its Python in {', '.join(wrong)}"
                     graphs.fail(path, key, detail, Reason.SELF_TEST_FAILED)
                     break
-        graphs.pieces.sampler.reset()
-    return len(keys)
+
+
+class _Layout(NamedTuple):
+    """Which blocks rows of a test use: each writes to one of its own, behind which lie those that all read."""
+
+    num_live: int
+    first_read: int
+    num_read: int
+
+    @classmethod
+    def of(cls, graphs: DecodeGraphs) -> "_Layout":
+        num_rows, num_blocks = len(graphs.pieces.state.seq_lens), graphs.pieces.kv_cache.num_blocks
+        num_live = min(num_rows, (num_blocks - FIRST_BLOCK) // 2)
+        first_read = FIRST_BLOCK + num_live
+        return cls(num_live, first_read, min(NUM_READ_BLOCKS, num_blocks - first_read))
 
 
 class _Rows:
-    """Made-up rows over the step state. Each writes to a block of its own and reads blocks that nobody writes."""
+    """Made-up rows over the step state, which must be at rest; `num_rows` of them at most."""
 
-    def __init__(self, graphs: DecodeGraphs) -> None:
+    def __init__(self, graphs: DecodeGraphs, num_rows: int) -> None:
         self._graphs = graphs
         self._pieces = pieces = graphs.pieces
-        state, cache = pieces.state, pieces.kv_cache
-        num_rows, num_columns = state.block_tables.shape
-        self._num_live = min(num_rows, (cache.num_blocks - FIRST_BLOCK) // 2)
-        self._num_read = min(NUM_READ_BLOCKS, cache.num_blocks - FIRST_BLOCK - self._num_live)
+        self._layout = _Layout.of(graphs)
         self.short = 1
-        self.longest = min(num_columns * cache.block_size, pieces.model.config.max_position)
-        generator = torch.Generator(device=graphs.backend.device).manual_seed(0)
-        for layer in (*cache.k, *cache.v):
-            layer[FIRST_BLOCK : FIRST_BLOCK + self._num_live + self._num_read].normal_(generator=generator)
+        self.longest = min(
+            pieces.state.block_tables.shape[1] * pieces.kv_cache.block_size, pieces.model.config.max_position
+        )
         params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.001, repetition_penalty=1.1)
-        for row in range(self._num_live):
+        for row in range(min(self._layout.num_live, num_rows)):
             pieces.sampler.set_row(row, params, row, ())
 
     def compare(self, path: Path, key: BucketKey, length: int) -> list[str]:
         """What differs on a bucket, by name; contexts are of about that length."""
-        live = min(self._num_live, max(1, key.bs - 1))
-        eager = self._run(path, key, live, length, eager=True)
-        replayed = self._run(path, key, live, length, eager=False)
+        live = min(self._layout.num_live, max(1, key.bs - 1))
+        lens = self._lens(live, length)
+        block, offset = self._slots(lens)
+        layers = [*self._pieces.kv_cache.k, *self._pieces.kv_cache.v]
+        held = [layer[block, :, offset] for layer in layers]
+        try:
+            eager = self._run(path, key, lens, eager=True)
+            replayed = self._run(path, key, lens, eager=False)
+        finally:
+            for layer, values in zip(layers, held, strict=True):
+                layer[block, :, offset] = values
         unequal = torch.stack([_differ(one, replayed[name]) for name, one in eager.items()]).tolist()
         return [name for name, differs in zip(eager, unequal, strict=True) if differs]
 
-    def _run(self, path: Path, key: BucketKey, live: int, length: int, *, eager: bool) -> dict[str, Tensor]:
-        """All that a step over these rows computes, copied."""
-        pieces = self._pieces
+    def _run(self, path: Path, key: BucketKey, lens: Tensor, *, eager: bool) -> dict[str, Tensor]:
+        """All that a step over rows of these lengths computes, copied."""
+        pieces, live = self._pieces, len(lens)
         state, cache = pieces.state, pieces.kv_cache
-        last_block, offset = self._fill(key.bs, live, length)
+        self._fill(key.bs, lens)
+        block, offset = self._slots(lens)
         written = [*cache.k, *cache.v]
         for layer in written:
-            layer[last_block, :, offset] = torch.nan
+            layer[block, :, offset] = torch.nan
         failed: list[Exception] = []
         if path is Path.WHOLE:
             outputs = self._graphs.run_whole(key, live, eager=eager, replay_failed=failed.append)
@@ -88,25 +135,31 @@ class _Rows:
         found = {f"output {name}": tensor[:live].clone() for name, tensor in outputs.items()}
         names = ("token_ids", "positions", "seq_lens", "block_tables")
         found |= {name: tensor[: key.bs].clone() for name, tensor in zip(names, state.row_tensors(), strict=True)}
-        return found | {"keys and values": torch.stack([layer[last_block, :, offset] for layer in written])}
+        return found | {"keys and values": torch.stack([layer[block, :, offset] for layer in written])}
 
-    def _fill(self, bs: int, live: int, length: int) -> tuple[Tensor, Tensor]:
-        """Set the step state; returns the block and offset that each live row writes to."""
-        state, cache, device = self._pieces.state, self._pieces.kv_cache, self._graphs.backend.device
-        row = torch.arange(live, device=device)
-        lens = (length + row % 3 if length == self.short else length - row % 3).clamp(1, self.longest)
+    def _lens(self, live: int, length: int) -> Tensor:
+        """Keys of each live row, the new one included: about as many as `length`."""
+        row = torch.arange(live, device=self._graphs.backend.device)
+        return (length + row % 3 if length == self.short else length - row % 3).clamp(1, self.longest)
+
+    def _slots(self, lens: Tensor) -> tuple[Tensor, Tensor]:
+        """The block and offset that each live row writes to."""
+        return FIRST_BLOCK + torch.arange(len(lens), device=lens.device), (lens - 1) % self._pieces.kv_cache.block_size
+
+    def _fill(self, bs: int, lens: Tensor) -> None:
+        """Set the step state."""
+        state, live = self._pieces.state, len(lens)
+        row, columns = (torch.arange(n, device=lens.device) for n in (live, state.block_tables.shape[1]))
         state.kill_rows(0, bs)
         self._pieces.sampler.claim_counts()[1][:bs].zero_()  # which a run has counted its tokens in
         state.token_ids[:live] = row * 37 % self._pieces.model.config.vocab_size
         state.positions[:live] = lens - 1
         state.seq_lens[:live] = lens.to(torch.int32)
-        columns = torch.arange(state.block_tables.shape[1], device=device)
-        last = (lens - 1) // cache.block_size
-        own = FIRST_BLOCK + row
-        read = FIRST_BLOCK + self._num_live + (columns[None, :] * 5 + row[:, None] * 7) % max(1, self._num_read)
+        last = (lens - 1) // self._pieces.kv_cache.block_size
+        read = self._layout.first_read + (columns[None, :] * 5 + row[:, None] * 7) % max(1, self._layout.num_read)
         table = torch.where(columns[None, :] < last[:, None], read, SINK_BLOCK)
+        own, _ = self._slots(lens)
         state.block_tables[:live] = torch.where(columns[None, :] == last[:, None], own[:, None], table).to(torch.int32)
-        return own, (lens - 1) % cache.block_size
 
 
 def _differ(a: Tensor, b: Tensor) -> Tensor:

@@ -137,7 +137,7 @@ class PiecewiseCudaGraphRunner:
         )
         self.bucket_keys = self._runner.bucket_keys
         self.warm_up, self.capture = self._runner.warm_up, self._runner.capture
-        self.pool, self.own_output_bytes = pool, self._runner.own_output_bytes
+        self.pool, self.own_outputs = pool, self._runner.own_outputs
         self.drop, self.finish_capture = self._runner.drop, self._runner.finish_capture
 
     @property

@@ -175,13 +175,14 @@ class Sampler:
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Within the body tokens may be sampled in any row; what that counts is undone at its end."""
-        saved = None if self._counts is None else self._counts[1].clone()
+        """Within the body rows may be set, and tokens sampled in any of them; that is undone at its end."""
+        roads, before = list(self._roads), [tensor.clone() for tensor in self.row_tensors()]
         try:
             yield
         finally:
-            if self._counts is not None and saved is not None:
-                self._counts[1].copy_(saved)
+            self._roads = roads
+            for tensor, values in zip(self.row_tensors(), before, strict=False):
+                tensor.copy_(values)
 
     def road_of(self, params: SamplingParams) -> SampleRoad:
         """What a row needs for a request, before it has one. With min_tokens it is taken to have ids to ban."""

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from ostinato.model import Decoder
-from ostinato.runtime import Engine, EngineConfig, Reason, SamplingParams
+from ostinato.runtime import Engine, EngineConfig, Reason, SamplingParams, decode_runner
 from ostinato.runtime.config import KVPlan
 from ostinato.runtime.decode_graphs import DecodeGraphs
 from ostinato.runtime.engine_parts import build_runner
-from ostinato.runtime.graph_ledger import GraphLedger, LedgerEntry
+from ostinato.runtime.graph_ledger import GraphLedger, LedgerEntry, MemoryParts
 from ostinato.runtime.graph_manifest import diff_manifests, graph_manifest
 from ostinato.runtime.graph_nodes import GraphCounts
 from ostinato.runtime.graph_reason import Path
 from ostinato.runtime.graph_rehearsal import rehearse
-from ostinato.runtime.graph_self_test import self_test
+from ostinato.runtime.graph_self_test import self_test, self_test_late
 from ostinato.runtime.interventions import Hooks
 
 Make = Callable[..., Engine]
@@ -53,8 +53,11 @@ def test_the_ledger_has_every_graph_and_adds_up(engine: Make) -> None:
         counts = entry.counts.nodes
         assert counts is None or counts > 10
         assert (entry.output_bytes > 0) == (entry.key_info == "everything"), "log-probabilities have no claimed buffer"
+        assert entry.num_copies == (3 if entry.key_info == "everything" else 0)
         assert entry.capture_seconds > 0
     assert report.to_dict()["ledger"]["entries"][0]["runner"] == "decode"
+    assert {"rehearsal", "capture", "aliases"} <= report.start_seconds.keys()
+    assert "start: rehearsal" in str(report)
     json.dumps(report.to_dict())
     assert "decode everything" in str(report)
     assert ledger.total_line() in str(report)
@@ -62,13 +65,18 @@ def test_the_ledger_has_every_graph_and_adds_up(engine: Make) -> None:
 
 def test_a_ledger_in_numbers() -> None:
     def entry(pool: int, driver: int) -> LedgerEntry:
-        return LedgerEntry("decode", "", 1, pool, driver, 7, GraphCounts(5, 4, 3), 0.5, 0.25)
+        return LedgerEntry("decode", "", 1, pool, driver, 7, 1, GraphCounts(5, 4, 3), 0.5, 0.25)
 
     ledger = GraphLedger([entry(100, 10), entry(0, -4)], buffer_bytes=1000, device_bytes=150)
     assert ledger.graph_bytes == 100 + 10 + 7 + 0 + 0 + 7
     assert ledger.unexplained_bytes == 150 - 100 - 6 - 14
     assert (ledger.warm_up_seconds, ledger.capture_seconds) == (1.0, 0.5)
     assert len(ledger.lines()) == 4
+    ledger.predicted, ledger.actual = MemoryParts(1 << 20, 2 << 20, 3 << 20), MemoryParts(1 << 20, 2 << 20)
+    assert ledger.lines()[-1].endswith(
+        "predicted 6.0 MiB (pool 1.0, tensors 2.0, driver 3.0), took 3.0 MiB (pool 1.0, tensors 2.0, driver 0.0)"
+    )
+    assert (ledger.predicted - ledger.actual).total == 3 << 20
 
 
 def test_manifests_of_equal_builds_are_equal_and_a_changed_one_is_told(engine: Make) -> None:
@@ -162,7 +170,60 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing(
         made.append(runner.decode_runner.graphs)
         return runner, num_bytes
 
-    assert rehearse(build, torch.device(device)) >= 0
+    assert rehearse(build, torch.device(device)).pool > 0
     [graphs] = made
     assert not any(runner.any_graphs for runner in graphs.runners)
     assert graphs.backend.pool_bytes(graphs.resources.pool) == 0
+
+
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_a_late_capture_is_compared_and_leaves_sequences_alone(engine: Make, mode: str) -> None:
+    """Lazy buckets, captured while sequences are under way, and regions captured for a hook in the middle of them."""
+    tested: list[Any] = []
+    params = SamplingParams(temperature=0.9, seed=4, top_k=20, repetition_penalty=1.3, max_tokens=9)
+
+    def run(one: Engine) -> list[Any]:
+        sequences = [s for n in (3, 20, 7) for s in one.create(list(range(1, n)), params)]
+        for sequence in sequences:
+            one.add(sequence)
+        for step in range(100):
+            if step == 6:
+                one.hooks.add(1, lambda hidden, rows: None)
+            if one.has_work:
+                one.step()
+        return [sequence.output_ids for sequence in sequences]
+
+    one = engine(graphs=mode, capture="lazy", graph_warmup_steps=1, graph_self_test=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_runner, "self_test_late", lambda *args: (tested.append(args[1:]), self_test_late(*args)))
+        assert run(one) == run(engine(graphs="off"))
+    assert [path for path, _ in tested] == [Path.WHOLE if mode == "whole" else Path.PIECEWISE, Path.PIECEWISE]
+    assert graphs_of(one).drops() == []
+
+
+def test_a_late_capture_that_differs_is_not_used(engine: Make) -> None:
+    """Its Python is another at the capture than later: the step is eager, with the tokens of no graph at all."""
+    one = engine(capture="lazy", graph_warmup_steps=1, graph_self_test=True)
+    model, capture = one._runner._model, graphs_of(one).capture_bucket
+    real = model.head
+
+    def captured_otherwise(path: Path, key: Any) -> bool:
+        model.head = lambda hidden, *, out=None: real(-hidden, out=out)  # type: ignore[method-assign]
+        try:
+            return capture(path, key)
+        finally:
+            del model.head
+
+    graphs_of(one).capture_bucket = captured_otherwise  # type: ignore[method-assign]
+    outputs = []
+    for each in (one, engine(graphs="off")):
+        [sequence] = each.create([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=6))
+        each.add(sequence)
+        while each.has_work:
+            each.step()
+        outputs.append(sequence.output_ids)
+    assert outputs[0] == outputs[1]
+    refused = graphs_of(one).drops()
+    assert refused
+    assert all("differs from its Python" in line for line in refused), refused
+    assert one.decode_runner.counters.by_reason[Reason.WHOLE] == 0
