@@ -1,51 +1,82 @@
 """Decode steps through the engine's loop: whole, piecewise, with a hook, and eager, beside the bare replay.
 
-    python bench/decode_loop.py OUT.jsonl SECONDS COMMIT MODEL:BATCH:MODE[,...]
+    python bench/decode_loop.py OUT.jsonl SECONDS COMMIT MODELS:BATCHES:MODES[,...]
 
-MODE is whole, piecewise, hook (whole, cut in the middle) or eager. Weights are random, decoding is greedy, and every
-sequence starts with 1024 keys. A cell's time is that of one step, with tokens on the host; `replay` is what a bare
-replay of the step's graph takes, one after the other, in the same process; `launches` is what the driver was asked for
-in one step, from a profile.
+Each of the three is one name or several joined by "+": llama-3.2-1b+llama-3.1-8b:1+8:whole. A mode is whole, piecewise,
+hook (whole, cut in the middle), eager, or two-slots (whole, each bucket captured twice, replayed in turns). Cells that
+are in the file already are not measured again.
+
+Weights are random, decoding is greedy, and every sequence starts with 1024 keys. A cell is the time of one step, with
+tokens on the host; `replay` is what a bare replay of the step's graph takes, one after the other, in the same process;
+`launches` is what the driver was asked for in one step, from a profile.
 """
 
 import cProfile
 import gc
+import itertools
 import json
+import pathlib
 import pstats
 import statistics
 import sys
 import time
 from collections import Counter
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import aot
 import harness
 import torch
-from step import BF16, Step
+from decode_kernels import compile_decode
 
 from ostinato.bench.traffic import step_bytes
-from ostinato.model import SHAPES, Decoder
+from ostinato.model import SHAPES, Decoder, ModelConfig
 from ostinato.runtime import Engine, EngineConfig, SamplingParams
+from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
+from ostinato.runtime.decode_graphs import DecodeSteps
+from ostinato.runtime.decode_pieces import WholeDecode
+from ostinato.runtime.graph_reason import Path
+from ostinato.runtime.static_buffers import Planner
 from ostinato.runtime.step_state import RowUpdate
 from ostinato.weights import dummy_model
 
-KEYS, WARM_STEPS, STEPS = 1024, 12, 50
+KEYS, WARM_STEPS, STEPS, EAGER_STEPS = 1024, 12, 50, 10
 BLOCK = 16
 ROOM = KEYS + 256
+PROFILED = 1, 8, 32
 
 
-def make_engine(model: Decoder, batch: int, mode: str) -> Engine:
-    config = EngineConfig(
+def engine_config(model: ModelConfig, batch: int, mode: str) -> EngineConfig:
+    return EngineConfig(
         max_num_seqs=batch,
         max_model_len=ROOM,
         block_size=BLOCK,
-        kv_cache_memory_bytes=(batch * ROOM + 64) * model.config.kv_bytes_per_token(model.dtype),
+        kv_cache_memory_bytes=(batch * ROOM + 64) * model.kv_bytes_per_token(torch.bfloat16),
         capture_sizes=(batch,),
-        graphs={"hook": "whole", "eager": "off"}.get(mode, mode),  # type: ignore[arg-type]
+        graphs={"hook": "whole", "eager": "off", "two-slots": "whole"}.get(mode, mode),  # type: ignore[arg-type]
         graph_self_test=False,
     )
-    return Engine(model, config, tokenizer=None, eos_token_ids=())
+
+
+def make_engine(model: Decoder, batch: int, mode: str) -> Engine:
+    engine = Engine(model, engine_config(model.config, batch, mode), tokenizer=None, eos_token_ids=())
+    if mode == "hook":
+        engine.hooks.add(model.config.num_layers // 2, lambda hidden, rows: None)
+    if mode == "two-slots":
+        use_two_slots(engine)
+    return engine
+
+
+def use_two_slots(engine: Engine) -> None:
+    """Capture the whole step twice, and replay the two in turns, as if something were planned between two steps."""
+    graphs = engine.decode_runner.graphs
+    assert graphs is not None
+    resources, settings = replace(graphs.resources, planners=(Planner(),)), graphs.settings
+    decode = WholeDecode(graphs.pieces, resources.buffers, settings.sizes, caps_batch_size=True)
+    device = graphs.backend.device
+    graphs.whole.release_graphs()
+    graphs.whole = CudaGraphRunner("decode", decode, resources, DecodeSteps(), device, None, None, num_slots=2)
+    graphs.whole.prepare_for_capture()
+    engine.decode_runner.summary = graphs.capture_path(Path.WHOLE)
 
 
 def start(engine: Engine, batch: int) -> None:
@@ -93,7 +124,7 @@ def host(engine: Engine, steps: int) -> dict[str, float]:
     rows = []
     for (file, _, name), (_, _, own, _, _) in pstats.Stats(record).stats.items():  # type: ignore[attr-defined]
         if "synchronize" not in name:
-            rows.append((1e3 * own / steps, f"{Path(file).name}:{name}"))
+            rows.append((1e3 * own / steps, f"{pathlib.Path(file).name}:{name}"))
     rows.sort(reverse=True)
     return {"all": round(sum(ms for ms, _ in rows), 3)} | {name: round(ms, 3) for ms, name in rows[:14]}
 
@@ -113,13 +144,11 @@ def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, 
     before = time.perf_counter()
     engine = make_engine(model, batch, mode)
     made = time.perf_counter() - before
-    if mode == "hook":
-        engine.hooks.add(model.config.num_layers // 2, lambda hidden, rows: None)
     start(engine, batch)
-    for _ in range(WARM_STEPS):
+    for _ in range(WARM_STEPS if mode != "eager" else 2):
         engine.step()
     times = []
-    steps = STEPS if mode != "eager" else 12
+    steps = STEPS if mode != "eager" else EAGER_STEPS
     torch.cuda.synchronize()
     begin = last = time.perf_counter()
     for _ in range(steps):
@@ -141,34 +170,44 @@ def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, 
     }
     report = engine.graph_report()
     cell |= {"capture_s": round(report.seconds, 3), "graph_bytes": report.num_bytes, "missing": list(report.missing)}
-    if batch == 1:
+    if batch in PROFILED:
         cell["launches"] = profile(engine, 10)
+    if batch == 1:
         cell["host_ms"] = host(engine, 10)
     if mode == "whole":
         cell["replay"] = round(bare_replay(engine), 4)
     return cell
 
 
+def cells_of(names: list[str]) -> list[str]:
+    """MODEL:BATCH:MODE of each cell, models outermost, since weights are made anew for each."""
+    parts = [[part.split("+") for part in name.split(":")] for name in names]
+    cells = [":".join(cell) for part in parts for cell in itertools.product(*part)]
+    models = list(dict.fromkeys(cell.split(":")[0] for cell in cells))
+    return sorted(dict.fromkeys(cells), key=lambda cell: models.index(cell.split(":")[0]))
+
+
 def main(path: str, seconds: float, commit: str, names: list[str]) -> None:
-    with aot.recording() as launches:
-        for name in dict.fromkeys(":".join(name.split(":")[:2]) for name in names):
-            model, batch = name.split(":")
-            Step(SHAPES[model], int(batch), "meta").run()
-    aot.compile_everywhere(list({launch.key: launch for launch in launches}.values()), (90,), 15)
-    recorder = harness.Recorder(Path(path), seconds, commit)
+    cells = cells_of(names)
+    sizes = dict.fromkeys(tuple(cell.split(":")[:2]) for cell in cells)
+    steps = [(model, engine_config(SHAPES[model], int(batch), "whole"), (int(batch),)) for model, batch in sizes]
+    print(compile_decode(steps), flush=True)
+    recorder = harness.Recorder(pathlib.Path(path), seconds, commit)
     model, shape = None, ""
-    for name in recorder.cells(names):
+    for name in recorder.cells(cells, prefix="decode/"):
         wanted, batch, mode = name.split(":")
         if wanted != shape:
             model = None
             gc.collect()
             torch.cuda.empty_cache()
-            model, shape = dummy_model(SHAPES[wanted], dtype=BF16, device="cuda"), wanted
+            model, shape = dummy_model(SHAPES[wanted], dtype=torch.bfloat16, device="cuda"), wanted
         assert model is not None
+        started = time.perf_counter()
         try:
             cell = measure(model, int(batch), mode, recorder.ceiling)
         except Exception as error:  # one cell's failure must not hide the others
             cell = {"error": f"{type(error).__name__}: {error}"}
+        cell["cell_s"] = round(time.perf_counter() - started, 2)
         with recorder.path.open("a") as file:
             file.write(json.dumps({"id": f"decode/{name}", **cell}) + "\n")
         print(name, json.dumps(cell), flush=True)

@@ -1,32 +1,95 @@
 """The whole ladder of graphs of an engine: time, bytes by where they lie, nodes and edges, prediction and outcome.
 
-    python bench/graph_ladder.py OUT.jsonl COMMIT MODEL:MAX_NUM_SEQS:MODE[,...]
+    python bench/graph_ladder.py OUT.jsonl COMMIT MODEL:MAX_NUM_SEQS:MODE[:profile][,...]
 
-Kernels are compiled before the clock starts. Weights are random. The KV cache gets what the rehearsal leaves.
+Kernels are compiled before the clock starts. Weights are random. The KV cache gets what the rehearsal leaves. Of
+piecewise graphs the cost of a copy at a region's end is measured, too. With `profile` all that is told is where the
+Python of a start spends its time.
 """
 
+import cProfile
 import gc
 import json
+import pathlib
+import pstats
 import sys
 import time
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import aot
+import harness
 import torch
-from step import BF16, Step
+from decode_kernels import compile_decode
+from torch import Tensor
 
 from ostinato.model import SHAPES, Decoder
 from ostinato.runtime import Engine, EngineConfig
+from ostinato.runtime.decode_graphs import DecodeGraphs
 from ostinato.runtime.graph_buckets import capture_sizes
 from ostinato.runtime.graph_manifest import graph_manifest
+from ostinato.runtime.graph_reason import Path
+from ostinato.runtime.piecewise_runner import PiecewiseCallInputs, PiecewiseCaptureShape
 from ostinato.weights import dummy_model
 
+COPY_SIZES = (1, 32, 256)
+SUMMED = ("pool_bytes", "driver_bytes", "output_bytes", "num_copies", "warm_up_seconds", "capture_seconds")
 
-def measure(model: Decoder, max_num_seqs: int, mode: str) -> dict[str, Any]:
+
+def engine_config(name: str) -> EngineConfig:
+    _, rows, mode, *_ = name.split(":")
+    return EngineConfig(max_num_seqs=int(rows), max_model_len=4096, block_size=16, graphs=mode)  # type: ignore[arg-type]
+
+
+def copy_costs(graphs: DecodeGraphs, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Microseconds of each region's graph as it is, and with a copy of all that it puts out at its end."""
+    costs = []
+    with graphs.at_rest():
+        for region in graphs.regions:
+            for key in region.bucket_keys():
+                if key.bs not in sizes or not region.has(key):
+                    continue
+                [slot] = region.slots(key)
+                call = PiecewiseCallInputs(slot.static_inputs, PiecewiseCaptureShape(key.bs, key.num_tokens))
+                targets = {name: torch.empty_like(output) for name, output in slot.static_outputs.items()}
+                as_it_is = harness.time_graph(slot.graph, replays=40)  # type: ignore[arg-type]
+                copied = harness.time_graph(harness.capture(with_copies(region.config.fn, call, targets)), replays=40)
+                costs.append(
+                    {
+                        "region": region.label,
+                        "batch_size": key.bs,
+                        "bytes": sum(target.nbytes for target in targets.values()),
+                        "copies": len(region.own_outputs(key)),
+                        "as_it_is_us": round(min(as_it_is.median, as_it_is.again), 2),
+                        "with_copies_us": round(min(copied.median, copied.again), 2),
+                    }
+                )
+    return costs
+
+
+def with_copies(
+    region: Callable[[PiecewiseCallInputs], Mapping[str, Tensor]],
+    call: PiecewiseCallInputs,
+    targets: Mapping[str, Tensor],
+) -> Callable[[], None]:
+    def run() -> None:
+        for name, output in region(call).items():
+            targets[name].copy_(output)
+
+    return run
+
+
+def slowest(profile: cProfile.Profile, count: int) -> dict[str, float]:
+    """Seconds of the functions that take most, without those that they call; the profiler adds its own share."""
+    own = {
+        f"{pathlib.Path(file).name}:{line}:{name}": seconds
+        for (file, line, name), (_, _, seconds, _, _) in pstats.Stats(profile).stats.items()  # type: ignore[attr-defined]
+    }
+    return {name: round(own[name], 2) for name in sorted(own, key=own.__getitem__, reverse=True)[:count]}
+
+
+def measure(model: Decoder, name: str) -> dict[str, Any]:
     started = time.perf_counter()
-    config = EngineConfig(max_num_seqs=max_num_seqs, max_model_len=4096, block_size=16, graphs=mode)  # type: ignore[arg-type]
-    engine = Engine(model, config, tokenizer=None, eos_token_ids=())
+    engine = Engine(model, engine_config(name), tokenizer=None, eos_token_ids=())
     seconds = time.perf_counter() - started
     report, graphs = engine.graph_report(), engine.decode_runner.graphs
     assert graphs is not None
@@ -36,16 +99,16 @@ def measure(model: Decoder, max_num_seqs: int, mode: str) -> dict[str, Any]:
     kinds: dict[str, dict[str, Any]] = {}
     for entry in entries:
         kind = f"{entry['runner']} {entry['key_info']}".strip()
-        of = kinds.setdefault(kind, {"graphs": 0, "warm_up_seconds": 0.0, "capture_seconds": 0.0, "pool_bytes": 0})
+        of = kinds.setdefault(kind, dict.fromkeys(("graphs", *SUMMED), 0))
         of["graphs"] += 1
-        for name in ("warm_up_seconds", "capture_seconds", "pool_bytes"):
-            of[name] += entry[name]
+        for part in SUMMED:
+            of[part] += entry[part]
         of["counts"] = entry["counts"]  # of the smallest batch, the last one captured
-        of["driver_bytes"] = of.get("driver_bytes", 0) + entry["driver_bytes"]
     manifest = graph_manifest(graphs)
     smallest = min(manifest["buckets"], key=lambda bucket: bucket["batch_size"])
-    return {
-        "engine_seconds": seconds,
+    cell = {
+        "engine_seconds": round(seconds, 2),
+        "start_seconds": report.start_seconds,
         "missing": list(report.missing),
         "sizes": list(report.sizes),
         "captured_seconds": report.seconds,
@@ -54,27 +117,33 @@ def measure(model: Decoder, max_num_seqs: int, mode: str) -> dict[str, Any]:
         "kinds": kinds,
         "smallest": smallest,
     }
+    if report.path is Path.PIECEWISE:
+        cell["copy_costs"] = copy_costs(graphs, COPY_SIZES)
+    return cell
+
+
+def profile_start(model: Decoder, name: str) -> dict[str, Any]:
+    profile = cProfile.Profile()
+    profile.enable()
+    engine = Engine(model, engine_config(name), tokenizer=None, eos_token_ids=())
+    profile.disable()
+    return {"start_seconds": engine.graph_report().start_seconds, "slowest": slowest(profile, 40)}
 
 
 def main(path: str, commit: str, names: list[str]) -> None:
-    with aot.recording() as launches:
-        for name in names:
-            model, rows, _ = name.split(":")
-            for size in capture_sizes(None, int(rows)):
-                Step(SHAPES[model], size, "meta").run()
-    started = time.perf_counter()
-    unique = list({launch.key: launch for launch in launches}.values())
-    aot.compile_everywhere(unique, (90,), 15)
-    compiled = {"kernels": len(unique), "compile_seconds": time.perf_counter() - started}
+    compiled = compile_decode(
+        (name.split(":")[0], engine_config(name), capture_sizes(None, engine_config(name).max_num_seqs))
+        for name in names
+    )
     for name in names:
-        shape, rows, mode = name.split(":")
-        model = dummy_model(SHAPES[shape], dtype=BF16, device="cuda")
+        model = dummy_model(SHAPES[name.split(":")[0]], dtype=torch.bfloat16, device="cuda")
         try:
-            cell = measure(model, int(rows), mode)
+            cell = (profile_start if name.endswith(":profile") else measure)(model, name)
         except Exception as error:  # one cell's failure must not hide the others
             cell = {"error": f"{type(error).__name__}: {error}"}
-        with Path(path).open("a") as file:
-            file.write(json.dumps({"id": f"ladder/{name}", "commit": commit, **compiled, **cell}) + "\n")
+        with pathlib.Path(path).open("a") as file:
+            line = {"id": f"ladder/{name}", "device": harness.environment(), "commit": commit, **compiled, **cell}
+            file.write(json.dumps(line) + "\n")
         print(name, json.dumps({k: v for k, v in cell.items() if k != "smallest"}), flush=True)
         del model
         gc.collect()

@@ -120,19 +120,20 @@ class Recorder:
     def __init__(self, path: Path, seconds: float, commit: str) -> None:
         self.path, self.deadline = path, time.monotonic() + seconds
         lines = path.read_text().splitlines() if path.exists() else []
-        self.done = {cell["id"] for cell in map(json.loads, lines) if "id" in cell}
+        self.done = {cell["id"] for cell in map(json.loads, lines) if "id" in cell and "error" not in cell}
         header = environment() | {"commit": commit, "read_ceiling": read_ceiling()}
         self.ceiling: float = header["read_ceiling"]
         header["void"] = self.ceiling < LOWEST_CEILING.get(header["device"], 0.0)
         self._append(header)
         print(f"{header['device']}: read ceiling {self.ceiling / 1e12:.3f} TB/s{' VOID' * header['void']}", flush=True)
 
-    def cells(self, names: Iterable[str]) -> Iterable[str]:
+    def cells(self, names: Iterable[str], prefix: str = "") -> Iterable[str]:
+        """Those of the names that have no cell yet; cells are recorded under `prefix` and name."""
         for name in names:
             if time.monotonic() > self.deadline:
                 print("deadline: the rest is for the next run", flush=True)
                 return
-            if name not in self.done:
+            if prefix + name not in self.done:
                 yield name
 
     @property
