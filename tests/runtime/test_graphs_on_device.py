@@ -261,32 +261,3 @@ def test_other_threads_work_while_graphs_are_captured(model: Decoder) -> None:
         thread.join()
     assert graphs_of(one).drops() == []
     assert rounds[0] > 10
-
-
-@pytest.mark.parametrize("mode", ["whole", "piecewise"])
-def test_engines_come_and_go(mode: str) -> None:
-    """24 of them: after the third, neither the device's memory nor the process's grows by more than 2 MiB."""
-    shape = SHAPES["smollm2-135m"]
-    model, used = dummy_model(shape, dtype=torch.bfloat16, device="cuda"), []
-    for _ in range(24):
-        one = Engine(
-            model,
-            EngineConfig(
-                max_num_seqs=4, max_model_len=128, kv_cache_memory_bytes=1 << 26, capture_sizes=(1, 2), graphs=mode
-            ),  # type: ignore[arg-type]
-            tokenizer=None,
-            eos_token_ids=(),
-        )
-        run(one, requests(3, SamplingParams(temperature=0.0, max_tokens=3)))
-        del one
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info()
-        used.append((total - free, resident_bytes()))
-    for kind, first, *later in ((0, *[u[0] for u in used[2:]]), (1, *[u[1] for u in used[2:]])):
-        assert max(later) - first <= 2 << 20, (kind, used)
-
-
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
