@@ -9,18 +9,23 @@ import typer
 from typer import Option
 
 from .cli_capture_list import capture_list
-from .cli_options import CAPTURE_SIZES, Context, Device, DType, Json, Model, Plot, Shape, output
+from .cli_options import (
+    CAPTURE_SIZES,
+    Batches,
+    Context,
+    Contexts,
+    Device,
+    DType,
+    Json,
+    Model,
+    Plot,
+    Shape,
+    output,
+    parse_cells,
+)
 
 app = typer.Typer(no_args_is_help=True, help="Measure what graphs buy and cost, on your own model and traffic.")
 app.command()(capture_list)
-
-
-def parse_numbers(text: str, option: str) -> list[int]:
-    """Numbers of at least 1 with commas between them."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
-        raise ValueError(f"{option} must be whole numbers of at least 1, such as 1,8, got {text!r}")
-    return [int(part) for part in parts]
 
 
 class Mode(StrEnum):
@@ -38,12 +43,8 @@ def modes(
     shape: Shape = None,
     device: Device = None,
     dtype: DType = "auto",
-    batch: Annotated[
-        str | None, Option(metavar="N,N", help="Batch sizes. Default: 1,8,32,128 on a GPU, else 1,4.")
-    ] = None,
-    context: Annotated[
-        str | None, Option(metavar="N,N", help="Tokens that each sequence has. Default: 1024, or 32.")
-    ] = None,
+    batch: Batches = None,
+    context: Contexts = None,
     mode: Annotated[
         list[Mode] | None,
         Option(help="Several times; lazy is whole, captured when used. Default: piecewise, whole and eager."),
@@ -64,11 +65,7 @@ def modes(
 
     target = _device(device)
     on_gpu = target.type == "cuda"
-    cells = [
-        (one, length)
-        for length in parse_numbers(context or ("1024" if on_gpu else "32"), "--context")
-        for one in parse_numbers(batch or ("1,8,32,128" if on_gpu else "1,4"), "--batch")
-    ]
+    cells = parse_cells(batch, context, on_gpu=on_gpu)
     decoder = load_decoder(model, shape, target, dtype)
     chosen = list(dict.fromkeys(one.value for one in mode or (Mode.PIECEWISE, Mode.WHOLE, Mode.EAGER)))
     result = bench.measure(decoder, cells, chosen, rounds=rounds, steps=steps or (20 if on_gpu else 4))
@@ -183,6 +180,49 @@ def cost(
     if plot is not None:
         costs.plot(result, plot)
     costs.report(result, shape or model or "demo").show(as_json=json)
+
+
+class Peer(StrEnum):
+    """Engines to compare with."""
+
+    TORCH = "torch"
+    TRANSFORMERS = "transformers"
+    COMPILED = "transformers-compiled"
+    VLLM = "vllm"
+
+
+@app.command()
+def peers(
+    model: Model = None,
+    shape: Shape = None,
+    device: Device = None,
+    dtype: DType = "auto",
+    batch: Batches = None,
+    context: Contexts = None,
+    peer: Annotated[list[Peer] | None, Option(help="Several times. Default: all.")] = None,
+    rounds: Annotated[int, Option(min=1, help="Each engine's turns, one after the other.")] = 5,
+    steps: Annotated[int | None, Option(min=1, help="Steps of a turn. Default: 20 on a GPU, else 4.")] = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """Decode steps of other engines beside Ostinato's, taking turns in one process, on the same weights.
+
+    torch: products by cuBLAS and SDPA, one graph. transformers: eager. transformers-compiled: static cache and
+    torch.compile. vllm: if it can be imported. A peer that is missing or fails is a row with the reason.
+    """
+    from ..llm import _device
+    from . import peers as bench
+    from .subject import load_decoder
+
+    target = _device(device)
+    chosen = list(dict.fromkeys(one.value for one in peer or Peer))
+    cells = parse_cells(batch, context, on_gpu=target.type == "cuda")
+    decoder = load_decoder(model, shape, target, dtype)
+    count = steps or (20 if target.type == "cuda" else 4)
+    result = bench.measure(decoder, cells, chosen, rounds=rounds, steps=count)
+    if plot is not None:
+        bench.plot(result, plot)
+    bench.report(result, shape or model or "demo").show(as_json=json)
 
 
 @app.command()

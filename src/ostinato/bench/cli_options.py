@@ -18,4 +18,26 @@ Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N. Default: CUDA w
 DType = Annotated[str, Option(help="float32, float16, bfloat16, or auto.")]
 Context = Annotated[int | None, Option(min=1, help="Tokens of each sequence. Default: 1024 on a GPU, else 32.")]
 
+Batches = Annotated[str | None, Option(metavar="N,N", help="Batch sizes. Default: 1,8,32,128 on a GPU, else 1,4.")]
+Contexts = Annotated[
+    str | None, Option(metavar="N,N", help="Tokens that each sequence has. Default: 1024 on a GPU, else 32.")
+]
+
 CAPTURE_SIZES = "1,2,4 or a list file, as `ostinato bench capture-list --out` writes it."
+
+
+def parse_cells(batch: str | None, context: str | None, *, on_gpu: bool) -> list[tuple[int, int]]:
+    """(batch, context) of each cell that the options ask for."""
+    return [
+        (one, length)
+        for length in parse_numbers(context or ("1024" if on_gpu else "32"), "--context")
+        for one in parse_numbers(batch or ("1,8,32,128" if on_gpu else "1,4"), "--batch")
+    ]
+
+
+def parse_numbers(text: str, option: str) -> list[int]:
+    """Numbers of at least 1 with commas between them."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise ValueError(f"{option} must be whole numbers of at least 1, such as 1,8, got {text!r}")
+    return [int(part) for part in parts]

@@ -6,7 +6,7 @@ from typing import Any
 Schema = Mapping[str, Any]
 
 NUMBER, INTEGER, STRING, BOOLEAN = ({"type": name} for name in ("number", "integer", "string", "boolean"))
-MAYBE_NUMBER = {"type": ["number", "null"]}
+MAYBE_NUMBER, MAYBE_INTEGER, MAYBE_STRING = ({"type": [name, "null"]} for name in ("number", "integer", "string"))
 
 
 def obj(**properties: Schema) -> Schema:
@@ -145,7 +145,7 @@ COST = obj(
                 obj(
                     batch_size=INTEGER,
                     graphs=INTEGER,
-                    nodes={"type": ["integer", "null"]},
+                    nodes=MAYBE_INTEGER,
                     pool_bytes=INTEGER,
                     driver_bytes=INTEGER,
                     output_bytes=INTEGER,
@@ -157,11 +157,35 @@ COST = obj(
     ),
 )
 
+PEERS = obj(
+    command={"const": "peers"},
+    version={"const": 1},
+    where=WHERE,
+    read_ceiling=NUMBER,
+    cells=array(
+        obj(
+            batch=INTEGER,
+            context=INTEGER,
+            peer=STRING,
+            version=MAYBE_STRING,
+            median_ms=MAYBE_NUMBER,
+            least_ms=MAYBE_NUMBER,
+            most_ms=MAYBE_NUMBER,
+            tokens_per_second=MAYBE_NUMBER,
+            ceiling_share=MAYBE_NUMBER,
+            times_ours=MAYBE_NUMBER,
+            same_first_tokens=MAYBE_INTEGER,
+            error=MAYBE_STRING,
+        )
+    ),
+)
+
 SCHEMAS: dict[str, Schema] = {
     "break": BREAK,
     "capture-list": CAPTURE_LIST,
     "cost": COST,
     "modes": MODES,
+    "peers": PEERS,
     "profile": PROFILE,
 }
 

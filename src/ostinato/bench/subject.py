@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 
 from ..llm import named_shape
-from ..model import Decoder
+from ..model import Decoder, KVCache
 from ..model.config import DTYPES
 from ..runtime import Engine, EngineConfig, SamplingParams
 from ..runtime.graph_reason import Reason
@@ -81,7 +81,7 @@ class Subject:
             sequence.output_texts.append("")
         scheduler.running, scheduler.prefilling = scheduler.prefilling, []
         generator = torch.Generator(self._device).manual_seed(0)
-        for cache in (*runner._kv_cache.k, *runner._kv_cache.v):
+        for cache in (*self.kv_cache.k, *self.kv_cache.v):
             cache.normal_(generator=generator)
         with torch.inference_mode():
             updates = [
@@ -107,6 +107,10 @@ class Subject:
     def counts(self) -> Counter[Reason]:
         """Decode chunks by reason."""
         return Counter(self.engine.decode_runner.counters.by_reason)
+
+    @property
+    def kv_cache(self) -> KVCache:
+        return self.engine._runner._kv_cache
 
     @property
     def on_gpu(self) -> bool:

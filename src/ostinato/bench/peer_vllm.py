@@ -1,0 +1,77 @@
+"""vLLM, its engine in this process, as its defaults are but for sizes; dummy weights."""
+
+import os
+import tempfile
+import time
+from typing import Any
+
+from ..model import Decoder
+from .peer_transformers import hf_config
+from .peers import Work
+
+SHORT = 16
+"""Tokens of the generation that is subtracted: prompt and start are in both."""
+
+LEAST_STEPS = 128
+"""Fewer would be lost in how much two prompts differ."""
+
+
+class VllmModel:
+    """Raises ImportError where there is no vLLM."""
+
+    def __init__(self, decoder: Decoder, batch: int, length: int) -> None:
+        # vLLM reads these when it is imported.
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import vllm
+
+        self.version: str = vllm.__version__
+        block, reach = 16, length + SHORT + LEAST_STEPS
+        tokens = (batch + 1) * -(-reach // block) * block
+        with tempfile.TemporaryDirectory() as folder:
+            hf_config(decoder.config).save_pretrained(folder)
+            self.llm: Any = vllm.LLM(
+                model=folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=str(decoder.dtype).removeprefix("torch."),
+                max_model_len=reach,
+                max_num_seqs=batch,
+                block_size=block,
+                kv_cache_memory_bytes=tokens * decoder.config.kv_bytes_per_token(decoder.dtype),
+                enable_prefix_caching=False,
+                seed=0,
+            )
+
+    def at(self, work: Work) -> "VllmPeer":
+        return VllmPeer(self.llm, work)
+
+
+class VllmPeer:
+    """A step is the difference of two generations from the same prompts, over the tokens that they differ by."""
+
+    def __init__(self, llm: Any, work: Work) -> None:
+        from vllm import TokensPrompt
+
+        self._llm = llm
+        vocab = work.decoder.config.vocab_size
+        self._prompts = [
+            TokensPrompt(prompt_token_ids=[(7 * row + place) % vocab for place in range(work.context)])
+            for row in range(work.batch)
+        ]
+
+    def run(self, count: int) -> float:
+        count = max(count, LEAST_STEPS)
+        short, long = self._seconds(SHORT), self._seconds(SHORT + count)
+        return 1e3 * (long - short) / count
+
+    def first_tokens(self) -> None:
+        return None
+
+    def _seconds(self, tokens: int) -> float:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        self._llm.generate(self._prompts, params, use_tqdm=False)
+        return time.perf_counter() - started
