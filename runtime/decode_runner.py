@@ -1,6 +1,5 @@
 """Runs decode steps: asks the dispatcher, replays or runs the pieces, counts, and explains."""
 
-import itertools
 import logging
 import time
 from collections.abc import Sequence as SequenceOf
@@ -8,20 +7,20 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..model import AttentionMetadata
 from .bucket_capture import CaptureSummary, Progress
 from .decode_graphs import DecodeGraphs
 from .decode_pieces import DecodePieces
-from .graph_aliases import find_aliases
+from .eager_step import hook_rows, run_rows
 from .graph_buckets import BucketKey
 from .graph_counters import EXPECTED_EAGER, GraphCounters
 from .graph_dispatch import Batch, BucketView, Chunk, Dispatcher
 from .graph_reason import REPLAYS, Path, Reason
-from .graph_self_test import fill_read_blocks, self_test, self_test_late
-from .inference_graph_capture import InferenceGraphCapture, StepMode
-from .interventions import HookRow, Hooks, edit_logits, has_logits_processor, has_token_mask
+from .graph_start import DecodePolicy, start_graphs
+from .inference_graph_capture import StepMode
+from .interventions import Hooks, edit_logits, has_logits_processor, has_token_mask
+from .late_captures import LateCaptures
 from .phases import Phases
-from .rank_agreement import GraphsRequiredError, fail_if_graphs_required
+from .rank_agreement import GraphsRequiredError
 from .row_window import rows_in_front
 from .sample_road import SampleRoad
 from .sampler import SampledTokens
@@ -29,25 +28,6 @@ from .sampling_params import SamplingParams
 from .sequence import Sequence
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class DecodePolicy:
-    """How decode steps are meant to run.
-
-    Attributes:
-        path: of steps without an eager piece; EAGER: no graphs at all.
-        forced: eager, on the rows and buckets that graphs would run.
-        lazy_steps: eager steps of a bucket before its capture; None: everything is captured at start.
-        required: eager steps that nobody asked for are errors.
-        self_test: compare every bucket with its Python, once it is captured.
-    """
-
-    path: Path = Path.EAGER
-    forced: bool = False
-    lazy_steps: int | None = None
-    required: bool = False
-    self_test: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,8 +78,7 @@ class DecodeRunner:
         self.graphs = graphs
         self._pieces = pieces
         self._hooks = hooks
-        self._machines: dict[tuple[Path, BucketKey], InferenceGraphCapture] = {}
-        self._num_captured = 0
+        self._late = LateCaptures(graphs, policy.lazy_steps, policy.self_test) if graphs is not None else None
         self._decided: dict[Batch, list[Chunk]] = {}
         self._decided_at: tuple[object, ...] = ()
         self._last_finish = 0.0
@@ -118,39 +97,9 @@ class DecodeRunner:
             GraphsRequiredError: graphs are required and some are missing; lists them all.
             RuntimeError: a tensor that must outlive replays lies where one may overwrite it.
         """
-        self.phases = phases = phases or Phases()
-        if self.graphs is None or self.policy.forced:
-            return
-        if self.policy.lazy_steps is not None:
-            with phases.phase("warm-up"):
-                self.graphs.warm_up(self.policy.path)
-            if self.policy.self_test:
-                fill_read_blocks(self.graphs)
-        else:
-            with phases.phase("capture"):
-                self.capture(progress or _log_progress)
-            with phases.phase("aliases"):
-                aliases = find_aliases(self.graphs)
-            if aliases:
-                raise RuntimeError(f"graphs would overwrite what must last: {'; '.join(aliases)}")
-            if self.policy.self_test:
-                with phases.phase("self-test"):
-                    num_tested = self_test(self.graphs, self.policy.path)
-                logger.info("compared %d graphs with their Python in %.1f s", num_tested, phases.seconds["self-test"])
-        fail_if_graphs_required(self.graphs.drops(), self.policy.required)
-
-    def capture(self, progress: Progress | None) -> None:
-        """Capture every bucket of the policy's path."""
-        assert self.graphs is not None, "there is something to capture"
-        self.summary = summary = self.graphs.capture_path(self.policy.path, progress)
-        logger.info(
-            "captured %d of %d CUDA graphs (decode) in %.1f s, %.2f GiB",
-            summary.num_captured,
-            summary.num_buckets,
-            summary.seconds,
-            summary.num_bytes / 2**30,
-        )
-        logger.info("%s", self.graphs.ledger.total_line())
+        self.phases = phases or Phases()
+        if self.graphs is not None and not self.policy.forced:
+            self.summary = start_graphs(self.graphs, self.policy, progress, self.phases)
 
     def batch_of(self, sequences: SequenceOf[Sequence]) -> Batch:
         """What the dispatcher looks at."""
@@ -197,11 +146,8 @@ class DecodeRunner:
         Raises:
             GraphsRequiredError: graphs are required, and part of the step would run eagerly.
         """
-        if self.graphs is not None and self.graphs.recut(self._hooks.layers):
-            # What failed may have been a region that is gone: the bucket gets another attempt.
-            tried = [at for at, one in self._machines.items() if at[0] is Path.PIECEWISE and not one.is_enabled]
-            for at in tried:
-                del self._machines[at]
+        if self._late is not None:
+            self._late.recut(self._hooks.layers)
         chunks = self.decide(self.batch_of(sequences))
         self.counters.count_batch(len(sequences), self._sizes)
         if len(chunks) > 1 or not again:
@@ -243,14 +189,15 @@ class DecodeRunner:
         begun, self._begun = self._begun, None  # of the very next step, or of none
         if key is None:
             self._check_allowed(chunk)
-            sampled = self._run_rows(sequences)
+            sampled = run_rows(self._pieces, self._hooks, sequences)
             return Launched(chunk, state.count_commit(), sampled, now)
         planned = chunk.path if chunk.path is not Path.EAGER else self._path(sequences)
         chunk = self._ready(chunk)
         self._check_allowed(chunk)
         with rows_in_front(state, sampler, chunk.start, chunk.stop, key.bs):
             done, outputs = self._run_bucket(chunk, planned, sequences, begun)
-            self._advance(planned, key)
+            if self._late is not None:
+                self._late.advance(planned, key)
             return Launched(done, state.count_commit(), _sampled(outputs, len(sequences)), now)
 
     def _run_bucket(
@@ -299,39 +246,15 @@ class DecodeRunner:
         assert self.graphs is not None, "a bucket belongs to graphs"
         return chunk.key, chunk.num_rows, self.graphs.state, self._hooks.layers, self._pieces.state.num_changes
 
-    def _run_rows(self, sequences: SequenceOf[Sequence]) -> SampledTokens:
-        """Eagerly on exactly these rows; the host knows how far their tables reach."""
-        pieces, n = self._pieces, len(sequences)
-        state, kv_cache, model = pieces.state, pieces.kv_cache, pieces.model
-        num_columns = max(sequence.num_computed for sequence in sequences) // kv_cache.block_size + 1
-        metadata = AttentionMetadata(state.block_tables[:n, :num_columns], state.seq_lens[:n])
-        preamble = model.preamble(state.token_ids[:n], state.positions[:n], metadata, kv_cache.block_size)
-        hidden = run_blocks(pieces, preamble.hidden, preamble, metadata, self._hooks, hook_rows(sequences))
-        logits = model.head(hidden)
-        edit_logits(logits, sequences)
-        sampled = pieces.sampler.sample(logits, state.positions[:n])
-        pieces.commit(sampled.token_ids)
-        return sampled
-
     # Late captures and failures
 
     def _ready(self, chunk: Chunk) -> Chunk:
-        """Capture and check the chunk's bucket if it has no graphs yet; where that fails, the chunk runs eagerly."""
+        """The chunk, with its bucket captured; where that fails, it runs eagerly."""
         if chunk.path is Path.EAGER:
             return chunk
-        assert self.graphs is not None, "a bucket belongs to graphs"
+        assert self._late is not None, "a bucket belongs to graphs"
         assert chunk.key is not None, "a bucket has a key"
-        if not self.graphs.has(chunk.path, chunk.key):
-            if self.graphs.capture_bucket(chunk.path, chunk.key) and self.policy.self_test:
-                self_test_late(self.graphs, chunk.path, chunk.key)
-            if not self.graphs.has(chunk.path, chunk.key):
-                return self._eager(chunk)
-        machine = self._machines.get((chunk.path, chunk.key))
-        if machine is not None and not machine.is_captured:
-            self._num_captured += 1
-            machine.record_capture(self._num_captured, chunk.key.bs, 1)
-        assert machine is None or machine.check_static_shape(chunk.key.bs, 1), "a bucket replays its own shape"
-        return chunk
+        return chunk if self._late.ready(chunk.path, chunk.key) else self._eager(chunk)
 
     def _after_failure(self, chunk: Chunk, error: Exception) -> Chunk:
         """A replay failed before it committed: the rest of the step runs eagerly, and the bucket from now on."""
@@ -350,18 +273,6 @@ class DecodeRunner:
         logger.warning("decode steps of batch size %d run eagerly: %s", chunk.key.bs, reason.value)
         return Chunk(chunk.start, chunk.stop, Path.EAGER, reason, chunk.key)
 
-    def _advance(self, path: Path, key: BucketKey) -> None:
-        if self.policy.lazy_steps is not None:
-            machine = self._machine(path, key)
-            machine.advance()
-            if machine.step_mode is StepMode.REPLAY and not machine.is_captured:
-                machine.disable()
-
-    def _machine(self, path: Path, key: BucketKey) -> InferenceGraphCapture:
-        if (path, key) not in self._machines:
-            self._machines[path, key] = InferenceGraphCapture(self.policy.lazy_steps or 1).enabled(True)
-        return self._machines[path, key]
-
     def _check_allowed(self, chunk: Chunk) -> None:
         if self.policy.required and chunk.reason not in REPLAYS | EXPECTED_EAGER:
             raise GraphsRequiredError(
@@ -373,49 +284,17 @@ class DecodeRunner:
         return Path.PIECEWISE if self.batch_of(sequences).eager_piece else self.policy.path
 
     def _view(self, path: Path) -> BucketView:
-        graphs = self.graphs
+        graphs, late = self.graphs, self._late
         assert graphs is not None, "there are buckets where there are graphs"
+        assert late is not None, "there are late captures where there are graphs"
 
         def step_mode(key: BucketKey) -> StepMode | None:
-            if self.policy.lazy_steps is None:
-                return None
-            machine = self._machines.get((path, key))
-            if machine is not None and not machine.is_enabled and path is Path.PIECEWISE:
-                machine = None if graphs.would_recut(self._hooks.layers) else machine  # as `run` will forget it
-            return machine.step_mode if machine is not None else StepMode.WARMUP
+            return late.step_mode(path, key, self._hooks.layers)
 
         def missing(key: BucketKey) -> Reason | None:
             return graphs.missing(path, key, self._hooks.layers if path is Path.PIECEWISE else None)
 
         return BucketView(graphs.configs, missing, step_mode)
-
-
-def run_blocks(
-    pieces: DecodePieces,
-    hidden: Tensor,
-    preamble: object,
-    metadata: AttentionMetadata,
-    hooks: Hooks,
-    rows: tuple[HookRow, ...],
-) -> Tensor:
-    """The block stack, eagerly, with its hooks."""
-    model, kv_cache = pieces.model, pieces.kv_cache
-    if not hooks:
-        return model.blocks(hidden, preamble, metadata, kv_cache)  # type: ignore[arg-type]
-    num_layers = pieces.num_layers
-    edges = sorted({0, num_layers, *hooks.layers})
-    for start, stop in itertools.pairwise(edges):
-        hooks.apply(start, hidden, rows)
-        hidden = model.blocks(hidden, preamble, metadata, kv_cache, start, stop)  # type: ignore[arg-type]
-    hooks.apply(num_layers, hidden, rows)
-    return hidden
-
-
-def hook_rows(sequences: SequenceOf[Sequence]) -> tuple[HookRow, ...]:
-    """The rows of a decode step, one token each."""
-    return tuple(
-        HookRow(i, i + 1, s.num_computed, s.prompt_ids, s.output_ids, s.sample_index) for i, s in enumerate(sequences)
-    )
 
 
 def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:
@@ -428,7 +307,3 @@ def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:
 
 def _wants_logprobs(batch: Batch) -> bool:
     return isinstance(batch.cg_key_info, SampleRoad) and batch.cg_key_info.logprobs
-
-
-def _log_progress(done: int, total: int) -> None:
-    logger.info("Capturing CUDA graphs (decode): %d/%d", done, total)

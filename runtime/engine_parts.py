@@ -8,11 +8,11 @@ from .config import EngineConfig, KVPlan
 from .cuda_backend import graph_backend
 from .decode_graphs import DecodeGraphs, GraphSettings
 from .decode_pieces import DecodePieces
-from .decode_runner import DecodePolicy
 from .graph_buckets import capture_sizes
 from .graph_ledger import MemoryParts
 from .graph_reason import Path
 from .graph_rehearsal import free_memory, rehearse
+from .graph_start import DecodePolicy
 from .interventions import Hooks
 from .memory import memory_for
 from .model_runner import ModelRunner

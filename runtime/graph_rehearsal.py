@@ -25,8 +25,9 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device)
     runner, kv_bytes = build()
     graphs = runner.decode_runner.graphs
     assert graphs is not None, "without graphs there is nothing to rehearse"
-    runner.decode_runner.capture(None)
-    self_test(graphs, runner.decode_runner.policy.path, smallest_only=True)  # loads what the real one will need
+    path = runner.decode_runner.policy.path
+    graphs.capture_path(path)
+    self_test(graphs, path, smallest_only=True)  # loads what the real one will need
     full = memory_parts(backend, graphs.resources.pool)
     graphs.release()
     del runner, graphs

@@ -9,9 +9,11 @@ from torch import Tensor
 from ..model import AttentionMetadata, Decoder, KVCache
 from .decode_graphs import DecodeGraphs
 from .decode_pieces import DecodePieces
-from .decode_runner import DecodePolicy, DecodeRunner, Launched, run_blocks
+from .decode_runner import DecodeRunner, Launched
+from .eager_step import run_blocks
 from .graph_dispatch import Chunk
 from .graph_reason import Path, Reason
+from .graph_start import DecodePolicy
 from .interventions import HookRow, Hooks, edit_logits
 from .sampler import SampledTokens, Sampler
 from .scheduler import DecodeBatch, PrefillBatch, PrefillChunk

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ostinato.model import Decoder
-from ostinato.runtime import Engine, EngineConfig, Reason, SamplingParams, decode_runner
+from ostinato.runtime import Engine, EngineConfig, Reason, SamplingParams, late_captures
 from ostinato.runtime.config import KVPlan
 from ostinato.runtime.decode_graphs import DecodeGraphs
 from ostinato.runtime.engine_parts import build_runner
@@ -195,7 +195,7 @@ def test_a_late_capture_is_compared_and_leaves_sequences_alone(engine: Make, mod
 
     one = engine(graphs=mode, capture="lazy", graph_warmup_steps=1, graph_self_test=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode_runner, "self_test_late", lambda *args: (tested.append(args[1:]), self_test_late(*args)))
+        patch.setattr(late_captures, "self_test_late", lambda *args: (tested.append(args[1:]), self_test_late(*args)))
         assert run(one) == run(engine(graphs="off"))
     assert [path for path, _ in tested] == [Path.WHOLE if mode == "whole" else Path.PIECEWISE, Path.PIECEWISE]
     assert graphs_of(one).drops() == []
