@@ -1,96 +1,30 @@
-"""What every measurement stands on: the read ceiling, timed graph replays, and records that survive a short lease."""
+"""What the scripts here stand on: timed graph replays, and records that survive a short lease."""
 
 import datetime
 import json
-import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
-# Datasheet names of devices, and the read ceiling (bytes a second) below which a run on one is void: something else
-# was using the memory.
-LOWEST_CEILING = {"NVIDIA H200": 4.45e12}
+from ostinato.bench import timing
+from ostinato.bench.timing import Timing
+from ostinato.runtime.graph_backend import Graph
 
-
-@dataclass(frozen=True)
-class Timing:
-    """Microseconds of one replay, over many: median, 10th and 90th percentile; `again` is the median of a second go."""
-
-    median: float
-    p10: float
-    p90: float
-    again: float
+DEVICE = torch.device("cuda")
 
 
-def capture(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Run `step` twice, so that everything is compiled, then record it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph
+def capture(step: Callable[[], Any]) -> Graph:
+    return timing.capture(step, DEVICE)
 
 
-def time_graph(graph: torch.cuda.CUDAGraph, *, replays: int = 40, per_sample: int = 1) -> Timing:
-    """Replay and time with events. `per_sample` replays lie between two events; the time is for one."""
-    return _timing(lambda: _samples(graph, replays, per_sample))
-
-
-def _samples(graph: torch.cuda.CUDAGraph, replays: int, per_sample: int) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(replays + 1)]
-    for _ in range(3):
-        graph.replay()
-    events[0].record()
-    for event in events[1:]:
-        for _ in range(per_sample):
-            graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return [1e3 * a.elapsed_time(b) / per_sample for a, b in pairwise(events)]
-
-
-def _timing(sample: Callable[[], list[float]]) -> Timing:
-    first, second = sorted(sample()), sample()
-    tenth = len(first) // 10
-    return Timing(statistics.median(first), first[tenth], first[-1 - tenth], statistics.median(second))
-
-
-@triton.jit
-def _read_kernel(x_ptr, out_ptr, num_tiles, BLOCK: tl.constexpr):
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        values = tl.load(x_ptr + tile.to(tl.int64) * BLOCK + tl.arange(0, BLOCK), eviction_policy="evict_first")
-        total += values.to(tl.float32)
-    tl.store(out_ptr + tl.program_id(0), tl.sum(total, 0))
-
-
-def read_ceiling(size: int = 4 << 30) -> float:
-    """Bytes a second of reading `size` bytes once, the best of a few shapes of a plain streaming kernel."""
-    x = torch.empty(size // 4, dtype=torch.int32, device="cuda").random_(0, 1 << 20)
-    out = torch.empty(1 << 20, dtype=torch.float32, device="cuda")
-    best = 0.0
-    for block, warps, programs in ((8192, 8, 132 * 4), (8192, 8, 132 * 8), (4096, 4, 132 * 16), (16384, 16, 132 * 4)):
-        tiles = x.numel() // block
-
-        def run(block: int = block, warps: int = warps, programs: int = programs, tiles: int = tiles) -> None:
-            _read_kernel[(programs,)](x, out, tiles, BLOCK=block, num_warps=warps)
-
-        timing = time_graph(capture(run), replays=10)
-        best = max(best, size / (min(timing.median, timing.again) * 1e-6))
-    return best
+def time_graph(graph: Graph, *, replays: int = 40, per_sample: int = 1) -> Timing:
+    return timing.time_graph(graph, DEVICE, replays=replays, per_sample=per_sample)
 
 
 def environment() -> dict[str, Any]:
@@ -121,9 +55,9 @@ class Recorder:
         self.path, self.deadline = path, time.monotonic() + seconds
         lines = path.read_text().splitlines() if path.exists() else []
         self.done = {cell["id"] for cell in map(json.loads, lines) if "id" in cell and "error" not in cell}
-        header = environment() | {"commit": commit, "read_ceiling": read_ceiling()}
+        header = environment() | {"commit": commit, "read_ceiling": timing.streaming_rate(DEVICE)}
         self.ceiling: float = header["read_ceiling"]
-        header["void"] = self.ceiling < LOWEST_CEILING.get(header["device"], 0.0)
+        header["void"] = self.ceiling < timing.LOWEST_CEILING.get(header["device"], 0.0)
         self._append(header)
         print(f"{header['device']}: read ceiling {self.ceiling / 1e12:.3f} TB/s{' VOID' * header['void']}", flush=True)
 

@@ -191,13 +191,26 @@ class Layer(nn.Module):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
+        qkv = self.project_qkv(hidden)
+        context = self.attend(qkv, preamble, metadata, k_cache, v_cache)
+        hidden = self.add_attention(context, hidden)
+        return self.add_mlp(self.project_gate_up(hidden), hidden, out)
+
+    def project_qkv(self, hidden: Tensor) -> Tensor:
         eps = self.config.norm_eps
-        qkv = linear(hidden, self.qkv_weight, self.qkv_bias, norm_weight=self.input_norm_weight, norm_eps=eps)
-        context = self._attend(qkv, preamble, metadata, k_cache, v_cache).flatten(1)
-        hidden = self._add(context, self.o_weight, self.o_bias, self.o_norm_weight, hidden)
-        inner = linear(
+        return linear(hidden, self.qkv_weight, self.qkv_bias, norm_weight=self.input_norm_weight, norm_eps=eps)
+
+    def add_attention(self, context: Tensor, hidden: Tensor) -> Tensor:
+        return self._add(context, self.o_weight, self.o_bias, self.o_norm_weight, hidden)
+
+    def project_gate_up(self, hidden: Tensor) -> Tensor:
+        """SwiGLU included."""
+        eps = self.config.norm_eps
+        return linear(
             hidden, self.gate_up_weight, self.gate_up_bias, norm_weight=self.post_norm_weight, norm_eps=eps, swiglu=True
         )
+
+    def add_mlp(self, inner: Tensor, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         return self._add(inner, self.down_weight, self.down_bias, self.down_norm_weight, hidden, out)
 
     def _add(
@@ -222,9 +235,10 @@ class Layer(nn.Module):
             out=out,
         )
 
-    def _attend(
+    def attend(
         self, qkv: Tensor, preamble: Preamble, metadata: AttentionMetadata, k_cache: Tensor, v_cache: Tensor
     ) -> Tensor:
+        """Rotation, KV write and attention: `[num_tokens, q_size]`."""
         config, cos, sin = self.config, preamble.cos, preamble.sin
         scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
         if not self.is_rotated:
@@ -243,9 +257,9 @@ class Layer(nn.Module):
         tables, lens, offsets = metadata.block_tables, metadata.seq_lens, metadata.cu_seqlens_q
         inputs = (qkv, cos, sin, preamble.slot_mapping, k_cache, v_cache)
         if offsets is None:
-            return rotary_attention_decode(*inputs, tables, lens, scale, window=self.window, **norms)
+            return rotary_attention_decode(*inputs, tables, lens, scale, window=self.window, **norms).flatten(1)
         q = rotary_kv_write(*inputs, **norms)
-        return attention_prefill(q, k_cache, v_cache, tables, lens, offsets, scale, window=self.window)
+        return attention_prefill(q, k_cache, v_cache, tables, lens, offsets, scale, window=self.window).flatten(1)
 
 
 def _parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:

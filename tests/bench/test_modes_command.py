@@ -11,7 +11,7 @@ import torch
 from ostinato.bench import modes
 from ostinato.bench.errors import BenchError
 from ostinato.bench.schema import SCHEMAS, check
-from ostinato.bench.subject import Subject, load_decoder, read_ceiling
+from ostinato.bench.subject import Subject, load_decoder
 from ostinato.model import Decoder
 from ostinato.runtime.graph_reason import Reason
 
@@ -62,10 +62,6 @@ def test_planted_faults_end_it(cli: Cli, chat_model: Path, monkeypatch: pytest.M
 def test_a_mode_without_steps_is_no_mode() -> None:
     with pytest.raises(BenchError, match="ran as none"):
         modes.check_mode({}, Reason.WHOLE, "whole")
-
-
-def test_a_read_ceiling_is_bytes_a_second() -> None:
-    assert 1e8 < read_ceiling(torch.device("cpu"), 1 << 20) < 1e13
 
 
 @pytest.mark.parametrize(

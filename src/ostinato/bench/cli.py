@@ -226,6 +226,30 @@ def peers(
 
 
 @app.command()
+def kernels(
+    model: Model = None,
+    shape: Shape = None,
+    device: Device = None,
+    dtype: DType = "auto",
+    batch: Annotated[int, Option(min=1, help="Sequences that decode side by side.")] = 1,
+    context: Context = None,
+    json: Json = False,
+    plot: Plot = None,
+) -> None:
+    """What each part of a decode step takes by itself, its bytes against the read ceiling, and the step they make."""
+    from ..llm import _device
+    from . import kernel_times
+    from .subject import load_decoder
+
+    target = _device(device)
+    decoder = load_decoder(model, shape, target, dtype)
+    result = kernel_times.measure(decoder, batch, context or (1024 if target.type == "cuda" else 32))
+    if plot is not None:
+        kernel_times.plot(result, plot)
+    kernel_times.report(result, shape or model or "demo").show(as_json=json)
+
+
+@app.command()
 def schema(command: Annotated[str, typer.Argument(metavar="COMMAND")]) -> None:
     """Print the JSON Schema of what a command prints with --json."""
     from .schema import SCHEMAS

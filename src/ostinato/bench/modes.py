@@ -14,7 +14,8 @@ from ..runtime import EngineConfig, SamplingParams
 from ..runtime.graph_reason import Reason
 from .errors import BenchError
 from .output import Column, Report
-from .subject import TAPE, Subject, read_ceiling
+from .subject import TAPE, Subject
+from .timing import read_ceiling
 from .traffic import step_bytes
 
 CHECKED_STEPS = 6
@@ -225,7 +226,7 @@ def report(result: ModesResult, model: str) -> Report:
     where = place(result.device, model, result.dtype)
     notes = [
         f"{where['device']}, torch {where['torch']}; tokens of all modes equal, every step in its mode",
-        f"read ceiling {result.read_ceiling / 1e9:.1f} GB/s, of torch.sum; lazy: captured when first used",
+        f"read ceiling {result.read_ceiling / 1e9:.1f} GB/s; lazy: captured when first used",
     ]
     if result.device.type != "cuda":
         notes.insert(0, TAPE)

@@ -6,9 +6,8 @@ from torch.nn import functional as F
 
 from ..model import Decoder
 from ..model.decoder import Layer
-from ..runtime.cuda_backend import graph_backend
-from ..runtime.graph_capture import capture_into_graph
 from .peers import Work, timed
+from .timing import capture
 
 
 class TorchModel:
@@ -46,15 +45,10 @@ class TorchPeer:
             for cache, start in zip(pair, work.keys_values(layer), strict=True):
                 cache[:, :, : work.context] = start
             self._caches.append((pair[0], pair[1]))
-        backend = graph_backend(decoder.device)
-        with torch.inference_mode():
-            start_ids = self._token_ids.clone()
-            with backend.on_capture_stream():
-                for _ in range(2):
-                    self._step()
-            self._token_ids.copy_(start_ids)
-            self._position.fill_(work.context)
-            self._graph, _ = capture_into_graph(self._step, backend.new_pool(), decoder.device, None)
+        start_ids = self._token_ids.clone()
+        self._graph = capture(self._step, decoder.device)
+        self._token_ids.copy_(start_ids)
+        self._position.fill_(work.context)
         self._first: list[int] | None = None
 
     def run(self, count: int) -> float:

@@ -21,7 +21,8 @@ from ..runtime.graph_reason import Reason
 from .errors import BenchError
 from .modes import check_mode, make_subject, place
 from .output import Column, Report
-from .subject import TAPE, Subject, read_ceiling
+from .subject import TAPE, Subject
+from .timing import read_ceiling
 from .traffic import step_bytes
 
 WARM_STEPS = 4

@@ -180,10 +180,33 @@ PEERS = obj(
     ),
 )
 
+KERNELS = obj(
+    command={"const": "kernels"},
+    version={"const": 1},
+    where=WHERE,
+    batch=INTEGER,
+    context=INTEGER,
+    read_ceiling=NUMBER,
+    cells=array(
+        obj(
+            name=STRING,
+            calls=INTEGER,
+            us=NUMBER,
+            p10_us=NUMBER,
+            p90_us=NUMBER,
+            step_us=NUMBER,
+            num_bytes=INTEGER,
+            bytes_per_second=MAYBE_NUMBER,
+            ceiling_share=MAYBE_NUMBER,
+        )
+    ),
+)
+
 SCHEMAS: dict[str, Schema] = {
     "break": BREAK,
     "capture-list": CAPTURE_LIST,
     "cost": COST,
+    "kernels": KERNELS,
     "modes": MODES,
     "peers": PEERS,
     "profile": PROFILE,

@@ -12,6 +12,7 @@ from ..llm import named_shape
 from ..model import Decoder, KVCache
 from ..model.config import DTYPES
 from ..runtime import Engine, EngineConfig, SamplingParams
+from ..runtime.decode_pieces import DecodePieces
 from ..runtime.graph_reason import Reason
 from ..runtime.sequence import Sequence
 from ..runtime.step_state import RowUpdate
@@ -109,8 +110,12 @@ class Subject:
         return Counter(self.engine.decode_runner.counters.by_reason)
 
     @property
+    def pieces(self) -> DecodePieces:
+        return self.engine._runner._pieces
+
+    @property
     def kv_cache(self) -> KVCache:
-        return self.engine._runner._kv_cache
+        return self.pieces.kv_cache
 
     @property
     def on_gpu(self) -> bool:
@@ -120,24 +125,3 @@ class Subject:
         """Until the device has done everything."""
         if self.on_gpu:
             torch.cuda.synchronize(self._device)
-
-
-def read_ceiling(device: torch.device, num_bytes: int | None = None) -> float:
-    """Bytes a second of `torch.sum` over a tensor far above any cache; the best of ten."""
-    size = num_bytes or (4 << 30 if device.type == "cuda" else 256 << 20)
-    values = torch.ones(size // 4, dtype=torch.float32, device=device)
-    best = 0.0
-    for _ in range(10):
-        if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            values.sum()
-            end.record()
-            end.synchronize()
-            seconds = start.elapsed_time(end) / 1e3
-        else:
-            begun = time.perf_counter()
-            values.sum()
-            seconds = time.perf_counter() - begun
-        best = max(best, size / seconds)
-    return best
