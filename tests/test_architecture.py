@@ -28,7 +28,7 @@ THIRD_PARTY = {
     "model": {"torch"},
     "runtime": {"torch", "cuda"},
     "weights": {"torch", "safetensors", "huggingface_hub", "tokenizers", "jinja2", "gguf", "numpy", "rich"},
-    "": {"torch", "huggingface_hub", "rich", "typer", "matplotlib"},
+    "": {"torch", "huggingface_hub", "rich", "typer", "matplotlib", "transformers", "vllm"},  # the last two: its peers
 }
 ONLY_WHERE_USED = {
     "gguf",
@@ -36,6 +36,8 @@ ONLY_WHERE_USED = {
     "jinja2",
     "cuda",
     "matplotlib",
+    "transformers",
+    "vllm",
 }  # imported in functions, never at the top of a module
 
 PACKAGE_FILES = sorted(
