@@ -12,24 +12,13 @@ from torch import Tensor
 from ..kernels import SINK_BLOCK
 from .bucket_capture import Capturer, CaptureSummary, Progress
 from .cuda_graph_runner import CudaGraphRunner
-from .decode_pieces import (
-    GRAPH_ROADS,
-    WALK,
-    DecodePieces,
-    WholeDecode,
-    block_region,
-    block_spans,
-    decode_configs,
-    head_region,
-    sample_region,
-)
+from .decode_pieces import WALK, DecodePieces, WholeDecode, decode_configs
 from .graph_backend import GraphBackend
 from .graph_buckets import BucketKey
 from .graph_ledger import GraphLedger
 from .graph_reason import Path, Reason
-from .piecewise_runner import PiecewiseCudaGraphRunner
+from .piecewise_runner import PiecewiseConfig, PiecewiseCudaGraphRunner
 from .piecewise_step import PiecewiseStep, region_key
-from .sample_road import SampleRoad
 from .static_buffers import GraphResources, StaticBuffers
 
 logger = logging.getLogger(__name__)
@@ -95,21 +84,13 @@ class DecodeGraphs:
             1,
             settings.enable_nvtx,
         )
-        self.head = self._region("head", head_region(pieces, buffers, sizes))
-        self.samples = {
-            road: self._region(f"sample.{index}", sample_region(pieces, buffers, sizes, road))
-            for index, road in enumerate(GRAPH_ROADS)
-        }
-        self.blocks: list[PiecewiseCudaGraphRunner] = []
-        self.cuts: tuple[int, ...] = ()
-        self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
         self.step = PiecewiseStep(
-            pieces, buffers, self.head, self.samples, lambda key: self._check_addresses(Path.PIECEWISE, key)
+            pieces, buffers, sizes, self._region, lambda key: self._check_addresses(Path.PIECEWISE, key)
         )
+        self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
         self._whole_buckets: dict[tuple[Path, BucketKey], bool] = {}
         self._whole_buckets_at: tuple[object, ...] = ()
         self._address_checked: set[tuple[Path, BucketKey]] = set()
-        self._set_cuts(())
         for runner in self.runners:
             runner.prepare_for_capture()
         pieces.sampler.claim_counts()
@@ -129,7 +110,13 @@ class DecodeGraphs:
 
     @property
     def regions(self) -> list[PiecewiseCudaGraphRunner]:
-        return [*self.blocks, self.head, *self.samples.values()]
+        """Those of all piecewise steps, each once."""
+        keys = [key for config in self.configs for key in config.bucket_keys()[:1]]
+        return list({id(region): region for key in keys for region in self.regions_of(key)}.values())
+
+    def regions_of(self, key: BucketKey) -> list[PiecewiseCudaGraphRunner]:
+        """The regions of a piecewise step of this bucket, in order."""
+        return [piece.region for piece in self.step.order(key) if piece.region is not None]
 
     @property
     def runners(self) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
@@ -155,8 +142,14 @@ class DecodeGraphs:
                     self._capturer.capture_one(runner, own)
         return self.missing(path, key) is None
 
-    def has(self, path: Path, key: BucketKey) -> bool:
-        """Whether every graph of a bucket of a path is there."""
+    def has(self, path: Path, key: BucketKey, cuts: Sequence[int] | None = None) -> bool:
+        """Whether every graph of a bucket of a path is there.
+
+        Args:
+            cuts: of a piecewise step, as it will be once the blocks are cut there.
+        """
+        if path is Path.PIECEWISE and cuts is not None and self.step.kept(cuts)[1]:
+            return False
         if self._whole_buckets_at != self.state:
             self._whole_buckets, self._whole_buckets_at = {}, self.state
         at = path, key
@@ -175,9 +168,8 @@ class DecodeGraphs:
         """
         runners = self._of(path, key)
         if path is Path.PIECEWISE and cuts is not None and self.would_recut(cuts):
-            labels = {_label(span) for span in block_spans(self.pieces.num_layers, cuts)}
-            gone = [id(runner) for runner in self.blocks if runner.label not in labels]
-            runners = [runner for runner in runners if id(runner) not in gone]
+            kept, _ = self.step.kept(cuts)
+            runners = [runner for runner in runners if runner in kept or runner not in self.step.blocks]
         elif (path, key) in self._failed:
             return self._failed[path, key][0]
         for runner in runners:
@@ -189,7 +181,7 @@ class DecodeGraphs:
     @property
     def state(self) -> tuple[object, ...]:
         """What changes whenever `missing` or `has` may answer otherwise than before."""
-        return self.resources.changes.count, len(self._failed), self.cuts
+        return self.resources.changes.count, len(self._failed), self.step.cuts
 
     def drops(self) -> list[str]:
         """Each missing bucket in a sentence."""
@@ -202,7 +194,7 @@ class DecodeGraphs:
             f"{path} at batch size {key.bs}: {reason.value} ({detail})"
             for (path, key), (reason, detail) in self._failed.items()
         ]
-        return lines
+        return list(dict.fromkeys(lines))  # kinds of sampling that miss one region say the same
 
     def fail(self, path: Path, key: BucketKey, detail: str, reason: Reason = Reason.REPLAY_FAILED) -> None:
         """The bucket is not used any more, nor another kind of sampling behind the same regions."""
@@ -225,40 +217,20 @@ class DecodeGraphs:
         """
         if not self.would_recut(cuts):
             return False
-        self._set_cuts(tuple(sorted(set(cuts))))
+        self._failed = {at: why for at, why in self._failed.items() if at[0] is not Path.PIECEWISE}
+        for runner in self.step.cut(tuple(sorted(set(cuts)))):
+            runner.release_graphs()
         return True
 
     def would_recut(self, cuts: Sequence[int]) -> bool:
         """Whether these cuts differ from those that are made."""
-        return tuple(cuts) != self.cuts and tuple(sorted(set(cuts))) != self.cuts
-
-    def _set_cuts(self, cuts: tuple[int, ...]) -> None:
-        before = {runner.label: runner for runner in self.blocks}
-        blocks = []
-        for span in block_spans(self.pieces.num_layers, cuts):
-            runner = before.pop(_label(span), None)
-            if runner is None:
-                region = block_region(self.pieces, self.resources.buffers, self.settings.sizes, span)
-                runner = self._region(_label(span), region)
-                runner.prepare_for_capture()
-            blocks.append(runner)
-        self._failed = {at: why for at, why in self._failed.items() if at[0] is not Path.PIECEWISE}
-        self.blocks, self.cuts = blocks, cuts  # together: Ctrl-C may come before or after
-        self.step.cut(blocks, cuts)
-        for runner in before.values():
-            runner.release_graphs()
+        return tuple(cuts) != self.step.cuts and tuple(sorted(set(cuts))) != self.step.cuts
 
     def _of(self, path: Path, key: BucketKey | None = None) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
         """The runners of a path, or of one bucket of it."""
         if path is Path.WHOLE:
             return [self.whole]
         return [*(self.regions if key is None else self.regions_of(key))]
-
-    def regions_of(self, key: BucketKey) -> list[PiecewiseCudaGraphRunner]:
-        """The regions of a piecewise step of this bucket, in order."""
-        road = key.cg_key_info
-        assert isinstance(road, SampleRoad), "decode buckets are keyed by what sampling needs"
-        return [*self.blocks, self.head, self.samples[road]]
 
     # Running a bucket
 
@@ -301,7 +273,7 @@ class DecodeGraphs:
             raise RuntimeError(f"moved since the graphs were captured: {', '.join(moved[:5])}")
         self._address_checked.add((path, key))
 
-    def _region(self, label: str, config: Any) -> PiecewiseCudaGraphRunner:
+    def _region(self, label: str, config: PiecewiseConfig) -> PiecewiseCudaGraphRunner:
         return PiecewiseCudaGraphRunner(
             label,
             config,
@@ -327,10 +299,6 @@ class DecodeGraphs:
     def _zero_sink(self) -> None:
         for cache in (*self.pieces.kv_cache.k, *self.pieces.kv_cache.v):
             cache[SINK_BLOCK].zero_()
-
-
-def _label(span: tuple[int, int, str, str]) -> str:
-    return f"blocks[{span[0]}:{span[1]}] {span[2]} -> {span[3]}"
 
 
 def runner_key(runner: CudaGraphRunner | PiecewiseCudaGraphRunner, key: BucketKey) -> BucketKey:

@@ -31,7 +31,7 @@ BOUNDARIES = ("blocks.cut.0", "blocks.cut.1")
 """Buffers of hidden states between regions of blocks, claimed so that the stack can be cut after start-up. The regions
 before the last one take them in turns: with up to two cuts each region has a buffer to itself."""
 
-BLOCKS_IN, BLOCKS_OUT = "blocks.in", "blocks.out"
+BLOCKS_IN, BLOCKS_OUT, LOGITS = "blocks.in", "blocks.out", "sample.logits"
 
 
 class DecodePieces:
@@ -165,11 +165,11 @@ def head_region(pieces: DecodePieces, buffers: StaticBuffers, sizes: Sequence[in
     config, dtype = pieces.model.config, pieces.model.dtype
 
     def run(call: PiecewiseCallInputs) -> dict[str, Tensor]:
-        out = buffers.get("sample.logits", call.shape.bs)
+        out = buffers.get(LOGITS, call.shape.bs)
         return {"logits": pieces.model.head(call.inputs["hidden"], out=out)}
 
     def claim(shapes: Sequence[PiecewiseCaptureShape]) -> None:
-        buffers.claim("sample.logits", max(shape.bs for shape in shapes), (config.vocab_size,), dtype)
+        buffers.claim(LOGITS, max(shape.bs for shape in shapes), (config.vocab_size,), dtype)
 
     inputs = {"hidden": InputSpec((config.hidden_size,), dtype, buffer=BLOCKS_OUT)}
     return PiecewiseConfig(run, _shapes(sizes), inputs, claim)
@@ -190,7 +190,7 @@ def sample_region(
     def claim(shapes: Sequence[PiecewiseCaptureShape]) -> None:
         buffers.claim("sample.token_ids", max(shape.bs for shape in shapes), (), torch.int64)
 
-    inputs = {"logits": InputSpec((config.vocab_size,), dtype, buffer="sample.logits")}
+    inputs = {"logits": InputSpec((config.vocab_size,), dtype, buffer=LOGITS)}
     return PiecewiseConfig(run, _shapes(sizes), inputs, claim)
 
 

@@ -294,7 +294,10 @@ class DecodeRunner:
         def missing(key: BucketKey) -> Reason | None:
             return graphs.missing(path, key, self._hooks.layers if path is Path.PIECEWISE else None)
 
-        return BucketView(graphs.configs, missing, step_mode)
+        def captured(key: BucketKey) -> bool:
+            return graphs.has(path, key, self._hooks.layers)
+
+        return BucketView(graphs.configs, missing, captured, step_mode)
 
 
 def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:

@@ -25,7 +25,7 @@ def find_aliases(graphs: DecodeGraphs) -> list[str]:
             found += [
                 f"{label} and {other} both write to {name} at batch size {key.bs}"
                 for (label, name, mine), (other, _, theirs) in itertools.combinations(outputs, 2)
-                if label != other and _overlap(mine, theirs) and not _take_turns(graphs.blocks, label, other)
+                if label != other and _overlap(mine, theirs) and not _take_turns(graphs.step.blocks, label, other)
             ]
     return list(dict.fromkeys(found))
 

@@ -66,11 +66,13 @@ class BucketView:
     Attributes:
         configs: all families; an earlier one is preferred.
         missing: why a bucket cannot be used, None if it can.
+        captured: whether its graphs are there, or are made before it replays.
         step_mode: what the lazy machine of a bucket says; None where buckets are captured at start.
     """
 
     configs: Sequence[CudaGraphConfig]
     missing: Callable[[BucketKey], Reason | None]
+    captured: Callable[[BucketKey], bool]
     step_mode: Callable[[BucketKey], StepMode | None]
 
 
@@ -118,10 +120,9 @@ class Dispatcher:
     def _chunk(self, start: int, stop: int, key: BucketKey, path: Path, reason: Reason, view: BucketView) -> Chunk:
         if self._forced:
             return Chunk(start, stop, Path.EAGER, Reason.FORCED, key)
-        mode = view.step_mode(key)
-        if mode is StepMode.WARMUP:
+        if view.step_mode(key) is StepMode.WARMUP:
             return Chunk(start, stop, Path.EAGER, Reason.WARMUP, key)
-        return Chunk(start, stop, path, reason, key, capture=mode is StepMode.CAPTURE)
+        return Chunk(start, stop, path, reason, key, capture=not view.captured(key))
 
     def _without_bucket(self, batch: Batch, view: BucketView) -> Chunk:
         """Eager: on the tightest bucket that should be there, else on the rows as they are."""

@@ -1,42 +1,53 @@
-"""A decode step piece by piece: preamble, regions, and the places between them where users' code runs."""
+"""A decode step piece by piece: its regions, the order of its pieces, and how they run."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..model.decoder import Preamble
-from .decode_pieces import BLOCKS_IN, BLOCKS_OUT, DecodePieces, block_spans
+from .decode_pieces import (
+    BLOCKS_IN,
+    BLOCKS_OUT,
+    GRAPH_ROADS,
+    LOGITS,
+    DecodePieces,
+    block_region,
+    block_spans,
+    head_region,
+    sample_region,
+)
 from .graph_buckets import BucketKey
 from .piecewise_output import PiecewiseOutput
-from .piecewise_runner import PiecewiseCudaGraphRunner
+from .piecewise_runner import PiecewiseConfig, PiecewiseCudaGraphRunner
 from .sample_road import SampleRoad
 from .static_buffers import StaticBuffers
 
 
 @dataclass(frozen=True, eq=False)
-class _Piece:
-    """A piece of a step on one bucket: the preamble, a region, or a place where users' code may come in.
+class Piece:
+    """A piece of a step: a region, an eager piece of the engine's own, or a place where users' code may come in.
 
     Attributes:
-        values: what it reads, or what users see there.
-        layer: of a hook; None for all else.
-        is_logits: the place of logits processors and masks.
-        region: what replays; None for the preamble and for places.
+        region: replays.
+        eager: runs in Python, called with the rows of the bucket, over claimed buffers. A step that was begun ahead may
+            start anew, so it may run twice for one token: it must leave alone what outlives the step.
+        sees: at a place for users' code, the buffer that it is given.
+        layer: the hooks of that place; None: it is for logits processors and masks.
     """
 
-    values: Tensor
-    layer: int | None = None
-    is_logits: bool = False
     region: PiecewiseCudaGraphRunner | None = None
-    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+    eager: Callable[[int], None] | None = None
+    sees: str | None = None
+    layer: int | None = None
 
 
 class PiecewiseStep:
-    """Runs steps over the regions that there are now.
+    """The regions that there are now, and steps over them. All that captures, checks and counts regions asks here.
 
     Args:
-        samples: the last region, for each kind of sampling.
+        sizes: batch sizes to capture.
+        make: makes the runner of a region from its label.
         before_replay: called with the bucket before a region of it replays; raises if it must not.
     """
 
@@ -44,22 +55,68 @@ class PiecewiseStep:
         self,
         pieces: DecodePieces,
         buffers: StaticBuffers,
-        head: PiecewiseCudaGraphRunner,
-        samples: Mapping[SampleRoad, PiecewiseCudaGraphRunner],
+        sizes: Sequence[int],
+        make: Callable[[str, PiecewiseConfig], PiecewiseCudaGraphRunner],
         before_replay: Callable[[BucketKey], None],
     ) -> None:
         self._pieces = pieces
         self._buffers = buffers
-        self._head = head
-        self._samples = samples
+        self._sizes = sizes
+        self._make = make
         self._before_replay = before_replay
-        self._blocks: Sequence[PiecewiseCudaGraphRunner] = ()
-        self._cuts: tuple[int, ...] = ()
-        self._steps: dict[BucketKey, list[_Piece]] = {}
+        self.head = make("head", head_region(pieces, buffers, sizes))
+        self.samples = {
+            road: make(f"sample.{index}", sample_region(pieces, buffers, sizes, road))
+            for index, road in enumerate(GRAPH_ROADS)
+        }
+        self.blocks: list[PiecewiseCudaGraphRunner] = []
+        self.cuts: tuple[int, ...] = ()
+        self._orders: dict[SampleRoad, list[Piece]] = {}
+        self.cut(())
 
-    def cut(self, blocks: Sequence[PiecewiseCudaGraphRunner], cuts: tuple[int, ...]) -> None:
-        """From now on the blocks are these regions, cut in front of these layers."""
-        self._blocks, self._cuts, self._steps = blocks, cuts, {}
+    def _order(self, road: SampleRoad) -> Iterator[Piece]:
+        """A step that samples in this way, in order: the one list of what it consists of."""
+        yield Piece(eager=self._run_preamble)
+        for region, (start, _, source, _) in zip(self.blocks, self._spans(self.cuts), strict=True):
+            if start in self.cuts:
+                yield Piece(sees=source, layer=start)
+            yield Piece(region=region)
+        if self._pieces.num_layers in self.cuts:
+            yield Piece(sees=BLOCKS_OUT, layer=self._pieces.num_layers)
+        yield Piece(region=self.head)
+        yield Piece(sees=LOGITS)
+        yield Piece(region=self.samples[road])
+
+    def order(self, key: BucketKey) -> list[Piece]:
+        """The pieces of a step on a bucket."""
+        road = key.cg_key_info
+        assert isinstance(road, SampleRoad), "decode buckets are keyed by what sampling needs"
+        if road not in self._orders:
+            self._orders[road] = list(self._order(road))
+        return self._orders[road]
+
+    def cut(self, cuts: tuple[int, ...]) -> list[PiecewiseCudaGraphRunner]:
+        """Cut the blocks in front of these layers, in ascending order; returns the regions that are gone."""
+        before = {region.label: region for region in self.blocks}
+        blocks = []
+        for span in self._spans(cuts):
+            region = before.pop(_label(span), None)
+            if region is None:
+                region = self._make(_label(span), block_region(self._pieces, self._buffers, self._sizes, span))
+                region.prepare_for_capture()
+            blocks.append(region)
+        orders: dict[SampleRoad, list[Piece]] = {}
+        self.blocks, self.cuts, self._orders = blocks, cuts, orders  # together: Ctrl-C may come before or after
+        return list(before.values())
+
+    def kept(self, cuts: Sequence[int]) -> tuple[list[PiecewiseCudaGraphRunner], bool]:
+        """Of the block regions, those that such a cut would keep, and whether it would make others."""
+        labels = {_label(span) for span in self._spans(cuts)}
+        kept = [region for region in self.blocks if region.label in labels]
+        return kept, len(kept) < len(labels)
+
+    def _spans(self, cuts: Sequence[int]) -> list[tuple[int, int, str, str]]:
+        return block_spans(self._pieces.num_layers, cuts)
 
     def run(
         self,
@@ -85,15 +142,8 @@ class PiecewiseStep:
             begun: pieces that `begin` has run.
         """
         output = PiecewiseOutput({}, num_rows)
-        for piece in self._step_of(key)[begun:]:
-            if piece.layer is not None:
-                at_layer(piece.layer, piece.values[:num_rows])
-            elif piece.region is None and piece.is_logits:
-                if at_logits is not None:
-                    at_logits(piece.values[:num_rows])
-            elif piece.region is None:
-                self._run_preamble(key)
-            else:
+        for piece in self.order(key)[begun:]:
+            if piece.region is not None:
                 if not eager:
                     try:
                         self._before_replay(key)
@@ -102,7 +152,13 @@ class PiecewiseStep:
                     except Exception as error:
                         replay_failed(error)
                         eager = True
-                output = piece.region.run_eager(piece.inputs, key.bs, num_rows)
+                output = piece.region.run_eager_in_place(region_key(piece.region, key), num_rows)
+            elif piece.eager is not None:
+                piece.eager(key.bs)
+            elif piece.layer is not None:
+                at_layer(piece.layer, self._seen(piece, key, num_rows))
+            elif at_logits is not None:
+                at_logits(self._seen(piece, key, num_rows))
         return {name: output.get_view(name) for name in output}  # type: ignore[misc]
 
     def begin(self, key: BucketKey, num_rows: int, replay_failed: Callable[[Exception], object]) -> int:
@@ -111,51 +167,33 @@ class PiecewiseStep:
         Nothing is committed by them, so that the step may as well be run from its start: keys and values go to the
         same places again. 0 if a replay failed.
         """
-        for done, piece in enumerate(self._step_of(key)):
-            if piece.layer is not None or piece.is_logits:
+        for done, piece in enumerate(self.order(key)):
+            if piece.region is not None:
+                try:
+                    piece.region.run_in_place(region_key(piece.region, key), num_rows)
+                except Exception as error:
+                    replay_failed(error)
+                    return 0
+            elif piece.eager is not None:
+                piece.eager(key.bs)
+            else:
                 return done
-            if piece.region is None:
-                self._run_preamble(key)
-                continue
-            try:
-                piece.region.run_in_place(region_key(piece.region, key), num_rows)
-            except Exception as error:
-                replay_failed(error)
-                return 0
         raise AssertionError("logits come before the end of a step")
 
-    def _run_preamble(self, key: BucketKey) -> None:
-        get = self._buffers.get
+    def _run_preamble(self, rows: int) -> None:
         names = (BLOCKS_IN, "preamble.cos", "preamble.sin", "preamble.slot_mapping")
-        self._pieces.preamble(key.bs, out=Preamble(*(get(name, key.bs) for name in names)))
+        self._pieces.preamble(rows, out=Preamble(*(self._buffers.get(name, rows) for name in names)))
 
-    def _step_of(self, key: BucketKey) -> "list[_Piece]":
-        """The pieces of a step on a bucket as the blocks are cut now."""
-        if key not in self._steps:
-            self._steps[key] = self._make_step(key)
-        return self._steps[key]
-
-    def _make_step(self, key: BucketKey) -> "list[_Piece]":
-        get, num_layers = self._buffers.get, self._pieces.num_layers
-        hidden, logits = get(BLOCKS_IN, key.bs), get("sample.logits", key.bs)
-        context = {name: get(f"preamble.{name}", key.bs) for name in ("cos", "sin", "slot_mapping")}
-        step = [_Piece(hidden)]
-        for region, span in zip(self._blocks, block_spans(num_layers, self._cuts), strict=True):
-            if span[0] in self._cuts:
-                step.append(_Piece(hidden, layer=span[0]))
-            step.append(_Piece(hidden, region=region, inputs={"hidden": hidden, **context}))
-            hidden = get(span[3], key.bs)
-        if num_layers in self._cuts:
-            step.append(_Piece(hidden, layer=num_layers))
-        assert hidden is get(BLOCKS_OUT, key.bs), "the last region ends in the head's input"
-        assert isinstance(key.cg_key_info, SampleRoad), "decode buckets are keyed by what sampling needs"
-        sample = self._samples[key.cg_key_info]
-        step.append(_Piece(hidden, region=self._head, inputs={"hidden": hidden}))
-        step.append(_Piece(logits, is_logits=True))
-        step.append(_Piece(logits, region=sample, inputs={"logits": logits}))
-        return step
+    def _seen(self, piece: Piece, key: BucketKey, num_rows: int) -> Tensor:
+        assert piece.sees is not None, "users' code is given a buffer"
+        return self._buffers.get(piece.sees, key.bs)[:num_rows]
 
 
 def region_key(region: PiecewiseCudaGraphRunner, key: BucketKey) -> BucketKey:
     """A region's own key for a decode bucket: regions are named by label and know nothing of sampling."""
     return BucketKey(region.label, None, key.bs, key.num_tokens)
+
+
+def _label(span: tuple[int, int, str, str]) -> str:
+    start, stop, source, target = span
+    return f"blocks[{start}:{stop}] {source} -> {target}"

@@ -45,6 +45,7 @@ class TapePool:
     def ranges(self) -> list[range]:
         return [range(s.data_ptr(), s.data_ptr() + s.numel()) for s in self._segments.values()]
 
+    @torch.inference_mode()  # a segment that a capture made in this mode may be written to in no other
     def fill(self, byte: int) -> None:
         """Overwrite everything."""
         for segment in self._segments.values():

@@ -20,6 +20,7 @@ from ostinato.runtime.graph_aliases import find_aliases, lasting
 from ostinato.runtime.graph_backend import Graph, GraphBackend, GraphPool
 from ostinato.runtime.graph_buckets import BucketKey
 from ostinato.runtime.graph_capture import capture_into_graph
+from ostinato.runtime.graph_dispatch import Chunk
 
 MakeEngine = Callable[..., Engine]
 MakeDecoder = Callable[..., Decoder]
@@ -271,7 +272,9 @@ def test_explain_is_what_happens(shared: Callable[..., Engine], generate: Genera
     runner = one.decode_runner
     for size in range(1, NUM_ROWS + 1):
         explained = runner.decide(runner.batch_of_params([params] * size))
-        assert recorded(one, generate, requests(size, params)) == [[c.reason for c in explained]]
+        assert recorded(one, generate, requests(size, params)) == [expected(explained)]
+        if expected_reason is Reason[mode.upper()]:
+            assert not any(c.capture for c in explained), "captured at start"
         if mode == "off":
             assert [c.reason for c in explained] == [Reason.OFF]
         elif size <= 4:
@@ -289,19 +292,27 @@ def test_a_bucket_that_is_removed_makes_an_explanation_false(engine: Callable[..
     one = engine()
     explained = one.decode_runner.decide(one.decode_runner.batch_of_params([GREEDY] * 4))
     drop_size(one, 4)
-    assert recorded(one, generate, requests(4, GREEDY)) != [[c.reason for c in explained]]
+    assert recorded(one, generate, requests(4, GREEDY)) != [expected(explained)]
 
 
-def recorded(engine: Engine, generate: Generate, batch: list[Any]) -> list[list[Reason]]:
-    """The reasons of the first decode step of a batch, in order."""
-    seen: list[list[Reason]] = []
-    counters = engine.decode_runner.counters
+def expected(explained: list[Chunk]) -> list[tuple[Reason, bool]]:
+    return [(chunk.reason, chunk.capture) for chunk in explained]
+
+
+def recorded(engine: Engine, generate: Generate, batch: list[Any]) -> list[list[tuple[Reason, bool]]]:
+    """Of the first decode step of a batch: the reason of each chunk, and whether graphs were captured for it."""
+    seen: list[list[tuple[Reason, bool]]] = []
+    counters, graphs = engine.decode_runner.counters, engine.decode_runner.graphs
     count, run = counters.count, engine.decode_runner.run
+    captures = graphs.ledger.entries if graphs is not None else []
+    num_before = len(captures)
 
     def noting(chunk: Any, seconds: float) -> None:
+        nonlocal num_before
         count(chunk, seconds)
         if seen and chunk.reason is not Reason.PREFILL:
-            seen[-1].append(chunk.reason)
+            seen[-1].append((chunk.reason, len(captures) > num_before))
+        num_before = len(captures)
 
     def stepping(sequences: Any, **more: Any) -> Any:
         seen.append([])
@@ -401,7 +412,7 @@ def test_a_failure_drops_one_bucket_and_the_step_is_served(
     assert backend.current_stream() == outer
     if stage == "first-replay":
         assert graphs.drops() == []
-        target = graphs.whole if mode == "whole" else graphs.blocks[0]._runner
+        target = graphs.whole if mode == "whole" else graphs.step.blocks[0]._runner
         key = next(key for key in target.bucket_keys() if key.bs == 4)
         [slot] = target._buckets[key].slots
 
@@ -450,7 +461,7 @@ def test_a_replay_that_fails_does_not_run_the_users_code_again(
             runners = one.decode_runner.graphs.regions_of(  # type: ignore[union-attr]
                 next(c.key for c in one.decode_runner.decide(one.decode_runner.batch_of_params([params] * 3)) if c.key)
             )
-            assert runners[-1] is one.decode_runner.graphs.samples[road]  # type: ignore[union-attr]
+            assert runners[-1] is one.decode_runner.graphs.step.samples[road]  # type: ignore[union-attr]
             target = runners[broken]._runner
             [slot] = target._buckets[next(key for key in target.bucket_keys() if key.bs == 4)].slots
 
@@ -477,14 +488,14 @@ def test_explain_knows_of_a_hook_before_the_next_step(
     generate(one, *requests(2, GREEDY), *requests(2, GREEDY))
     graphs = runner.graphs
     assert graphs is not None
-    [key] = [key for key in graphs.blocks[0].bucket_keys() if key.bs == 4]
-    graphs.blocks[0].drop(key, Reason.CAPTURE_FAILED, "for a test")
+    [key] = [key for key in graphs.step.blocks[0].bucket_keys() if key.bs == 4]
+    graphs.step.blocks[0].drop(key, Reason.CAPTURE_FAILED, "for a test")
     batch = runner.batch_of_params([GREEDY] * 4)
     assert runner.decide(batch)[0].key.bs == 6  # type: ignore[union-attr]
     handle = one.hooks.add(1, lambda hidden, rows: None)
     explained = runner.decide(runner.batch_of_params([GREEDY] * 4))
     assert explained[0].key.bs == 4  # type: ignore[union-attr]
-    assert recorded(one, generate, requests(4, GREEDY)) == [[c.reason for c in explained]]
+    assert recorded(one, generate, requests(4, GREEDY)) == [expected(explained)]
     handle.remove()
     assert runner.decide(batch)[0].key.bs == 4  # type: ignore[union-attr]
 
@@ -538,7 +549,7 @@ def test_a_late_capture_that_failed_is_tried_again_when_the_blocks_are_cut_anew(
     generate(one, *requests(1, GREEDY))
     assert counts[Reason.PIECEWISE] == 6
     assert one.decode_runner.graphs is not None
-    assert len(one.decode_runner.graphs.blocks) == 1, "the hook is gone, and its cut with it"
+    assert len(one.decode_runner.graphs.step.blocks) == 1, "the hook is gone, and its cut with it"
 
 
 def test_required_graphs_that_are_missing_are_one_error_at_start(
@@ -658,7 +669,7 @@ def test_blocks_are_cut_anywhere_within_the_claimed_buffers(make_engine: MakeEng
         tokens[graphs] = sequence.output_ids
         if buffers is not None:
             assert {name: t.data_ptr() for name, t in buffers.tensors.items()} == addresses
-            labels = [region.label.split()[0] for region in one.decode_runner.graphs.blocks]  # type: ignore[union-attr]
+            labels = [region.label.split()[0] for region in one.decode_runner.graphs.step.blocks]  # type: ignore[union-attr]
             assert labels == ["blocks[0:5]"]
     assert tokens["piecewise"] == tokens["off"]
 

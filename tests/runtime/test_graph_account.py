@@ -126,7 +126,7 @@ def test_the_self_test_refuses_a_graph_that_differs(engine: Make, mode: str) -> 
     def other_head(hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
         return real(-hidden, out=out)
 
-    runner = graphs.whole if mode == "whole" else graphs.head._runner
+    runner = graphs.whole if mode == "whole" else graphs.step.head._runner
     [key] = [
         key for key in runner.bucket_keys() if key.bs == 3 and (mode == "piecewise" or str(key.cg_key_info) == "greedy")
     ]

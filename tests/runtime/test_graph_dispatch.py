@@ -20,10 +20,12 @@ def dispatcher(
     caps: bool = True,
     forced: bool = False,
     modes: dict[int, StepMode] | None = None,
+    captured: tuple[int, ...] = SIZES,
 ) -> Dispatcher:
     view = BucketView(
         [CudaGraphConfig("decode", SIZES, caps_batch_size=caps)],
         lambda key: (missing or {}).get(key.bs),
+        lambda key: key.bs in captured,
         lambda key: (modes or {}).get(key.bs),
     )
     return Dispatcher(path, forced, {Path.WHOLE: view, Path.PIECEWISE: view})
@@ -84,10 +86,15 @@ def test_what_no_config_samples_has_no_bucket() -> None:
 
 def test_lazy_buckets_warm_up_capture_and_replay() -> None:
     modes = {1: StepMode.WARMUP, 2: StepMode.CAPTURE, 4: StepMode.REPLAY}
-    decide = dispatcher(modes=modes).decide
+    decide = dispatcher(modes=modes, captured=(4,)).decide
     assert shape(decide(Batch(1))) == [(1, 1, Path.EAGER, Reason.WARMUP)]
     assert [(c.path, c.capture) for c in decide(Batch(2))] == [(Path.WHOLE, True)]
     assert [(c.path, c.capture) for c in decide(Batch(4))] == [(Path.WHOLE, False)]
+
+
+def test_a_bucket_without_a_graph_is_captured_before_it_replays() -> None:
+    decide = dispatcher(captured=(1, 4)).decide
+    assert [decide(Batch(size))[0].capture for size in (1, 2, 4, 8)] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("num_rows", range(1, 140))

@@ -129,7 +129,7 @@ def test_regions_of_a_step_replay_in_random_order(engine: Callable[..., Engine])
     )
     for cache in (*pieces.kv_cache.k, *pieces.kv_cache.v):
         cache.normal_()
-    regions = [*graphs.blocks, graphs.head, *graphs.samples.values()]
+    regions = graphs.regions
     wrong: list[Tensor] = []  # looked at once: beside other processes each look takes their turns, too
     compared: list[tuple[int, str, int, str, str]] = []
     kept: dict[str, tuple[dict[str, Tensor], dict[str, Tensor]]] = {}

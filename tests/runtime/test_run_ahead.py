@@ -232,7 +232,7 @@ def test_the_pieces_before_users_code_are_begun_ahead(engine: Make, inside: Any,
             if number == 4:
                 sequences += queue(one, [([7, 8], greedy(6, **more))])
         inside(one).check_idle()
-        runs.append((results(sequences), seen, graphs.head.counts.total(), graphs.blocks[0].counts.total()))
+        runs.append((results(sequences), seen, graphs.step.head.counts.total(), graphs.step.blocks[0].counts.total()))
     (ahead, ahead_seen, heads, blocks), (after, after_seen, heads_after, blocks_after) = runs
     assert ahead == after
     assert ahead_seen == after_seen
