@@ -194,7 +194,7 @@ class DecodeGraphs:
             f"{path} at batch size {key.bs}: {reason.value} ({detail})"
             for (path, key), (reason, detail) in self._failed.items()
         ]
-        return list(dict.fromkeys(lines))  # kinds of sampling that miss one region say the same
+        return lines
 
     def fail(self, path: Path, key: BucketKey, detail: str, reason: Reason = Reason.REPLAY_FAILED) -> None:
         """The bucket is not used any more, nor another kind of sampling behind the same regions."""

@@ -182,3 +182,12 @@ def test_a_tape_survives_the_loss_of_everything_it_read(pool: TapePool) -> None:
     [torch.full((1024,), 7.0) for _ in range(20)]
     graph.replay()
     assert torch.equal(out, expected)
+
+
+def test_a_pool_is_filled_in_any_mode(backend: TapeBackend, pool: TapePool) -> None:
+    """Though a capture in inference mode made its segments."""
+    capture_into_graph(lambda: torch.ones(3) + 1, pool, CPU, None)
+    with torch.inference_mode(False):
+        backend.fill_pool(pool, 0xFF)
+    assert pool.num_bytes > 0
+    assert all(segment.eq(0xFF).all() for segment in pool._segments.values())
