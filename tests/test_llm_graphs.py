@@ -71,6 +71,19 @@ def test_explain_and_report(small: Callable[[str], LLM]) -> None:
     assert "1 - 3      eager: exact rows (graphs are off)" in str(off)
 
 
+def test_the_document_s_example_runs(small: Callable[[str], LLM], capsys: pytest.CaptureFixture[str]) -> None:
+    """Of code inside a step, in docs/graphs.md."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "graphs.md").read_text(encoding="utf-8")
+    [code] = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
+    llm, before = small("whole"), small("whole").graph_report().counts
+    known: dict[str, Any] = {"llm": llm, "SamplingParams": SamplingParams, "prompts": ["a", "b"], "direction": 0.5}
+    exec(code, known)
+    assert {token for row in tokens(known["outputs"]) for token in row} <= {3, 4, 5}
+    assert llm.graph_report().counts["HOOK"] > before.get("HOOK", 0)
+    assert "Reason.HOOK" in capsys.readouterr().out
+    known["handle"].remove()
+
+
 def test_capture_progress_is_told(chat_model: Path) -> None:
     seen: list[tuple[int, int]] = []
     config = EngineConfig(max_num_seqs=2, block_size=16, graphs="piecewise", capture_sizes=(2,))
