@@ -1,7 +1,4 @@
-"""docs/kernels.md out of the records in bench/results.
-
-python bench/kernel_tables.py > docs/kernels.md
-"""
+"""docs/kernels.md out of the records in bench/results: `ostinato report` writes what this prints."""
 
 import json
 from collections.abc import Iterator

@@ -1,7 +1,4 @@
-"""docs/models.md out of the table of families that the code uses.
-
-python bench/model_tables.py > docs/models.md
-"""
+"""docs/models.md out of the table of families that the code uses: `ostinato report` writes what this prints."""
 
 from collections.abc import Iterable, Iterator
 

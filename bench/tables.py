@@ -1,4 +1,4 @@
-"""Rebuild the tables of README.md from bench/results: `.venv/bin/python bench/tables.py`.
+"""README.md with its tables rebuilt from bench/results: `ostinato report README.md` writes what this prints.
 
 A table stands between `<!-- name -->` and `<!-- /name -->`; everything between them is replaced.
 """
@@ -117,10 +117,5 @@ def fill(text: str) -> str:
     return text
 
 
-def main() -> None:
-    readme = ROOT / "README.md"
-    readme.write_text(fill(readme.read_text()))
-
-
 if __name__ == "__main__":
-    main()
+    print(fill((ROOT / "README.md").read_text(encoding="utf-8")), end="")

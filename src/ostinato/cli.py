@@ -1,4 +1,4 @@
-"""The command line: `ostinato generate | chat | inspect | bench`.
+"""The command line: `ostinato generate | chat | inspect | bench | report`.
 
 What a command needs is imported when it runs, so that `--help` and `--version` answer without torch.
 """
@@ -263,6 +263,32 @@ def inspect(
 
     facts = shape_facts(model) if load_format is LoadFormat.DUMMY else model_facts(model, revision)
     print(dumps(facts, indent=2) if json else facts_text(facts), end="\n" if json else "")
+
+
+@app.command()
+def report(
+    page: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[PAGE]...", help="Such as README.md or docs/results.md. Default: all."),
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; exit with 1 if a page would change.")] = False,
+) -> None:
+    """Make the project's own pages and plots anew, from bench/results and the code. For a checkout.
+
+    Names the pages that changed.
+    """
+    from . import report as pages
+
+    for name in page or ():
+        if name not in pages.PAGES:
+            raise ValueError(f"{name!r} is not made here; made are {', '.join(pages.PAGES)}")
+    changed = pages.rebuild(page or pages.PAGES, write=not check)
+    if not (check or page):
+        pages.draw()
+    for name in changed:
+        print(name)
+    if check and changed:
+        raise typer.Exit(1)
 
 
 def _given(**options: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""docs/feature-interactions.md, made from what an engine does: `python -m ostinato.bench.interactions > FILE`."""
+"""docs/feature-interactions.md, made from what an engine does: `ostinato report` writes what this prints."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from .breaks import BreakCell, measure, refusals
 
 HEAD = """# Features and graphs
 
-What each feature does to the graphs of a decode step. This page is generated: `python -m ostinato.bench.interactions`
-runs every feature of `ostinato bench break` on a tiny model with random weights, on a CPU's tape, and writes down what
-its steps ran as; `tests/bench/test_break_command.py` compares. Reasons are those of `runtime/graph_reason.py`, and
+What each feature does to the graphs of a decode step. This page is generated: `ostinato report` runs every feature of
+`ostinato bench break` on a tiny model with random weights, on a CPU's tape, and writes down what its steps ran as;
+`tests/test_report.py` compares. Reasons are those of `runtime/graph_reason.py`, and
 `LLM.explain` tells them in advance. The first table has the twelve features that serving guides usually list, with the
 verdict that such a guide gives ("elsewhere").
 """
