@@ -55,6 +55,15 @@ def cpu_load() -> str:
     return table(["stored as", "loaded as", "weights", "peak / weights"], rows)
 
 
+LOOP_MODES = {
+    "piecewise": "piecewise, ms",
+    "whole": "whole, ms",
+    "eager": "eager, ms",
+    "hook": "whole, a hook in the middle, ms",
+    "replay": "bare replay of whole, ms",
+}
+
+
 def decode_loop() -> str:
     """The last cell of each kind, and where and when the cells were measured."""
     runs: list[dict[str, Any]] = []
@@ -67,23 +76,26 @@ def decode_loop() -> str:
         cells.setdefault((model, int(batch)), {})[mode] = line
     rows = []
     for (model, batch), modes in sorted(cells.items(), key=lambda cell: (cell[0][0] != "llama-3.2-1b", cell[0][1])):
-        whole = modes["whole"]["ms"]
-        times = [
-            f"{modes[mode]['ms']:.3f}" if mode in modes else "" for mode in ("piecewise", "whole", "hook", "eager")
-        ]
-        ratio = f"{modes['piecewise']['ms'] / whole:.3f}" if "piecewise" in modes else ""
-        replay = modes["whole"]["replay"]
-        rows.append([model, str(batch), *times[:2], ratio, *times[2:], f"{replay:.3f}"])
-    columns = ["model", "batch", "piecewise, ms", "whole, ms", "ratio", "whole, a hook in the middle, ms", "eager, ms",
-               "bare replay, ms"]  # fmt: skip
+        times = {mode: cell["ms"] for mode, cell in modes.items() if "ms" in cell}
+        times["replay"] = modes["whole"]["replay"]
+        rows.append([model, str(batch), *(_beside_whole(times, mode) for mode in LOOP_MODES)])
+    columns = ["model", "batch", *LOOP_MODES.values()]
     first = runs[0]
     ceilings = [run["read_ceiling"] / 1e12 for run in runs]
     where = f"{first['device']}, torch {first['torch']}, Triton {first['triton']}, {first['date'][:10]}"
     commits = ", ".join(run["commit"] for run in runs)
     return (
         f"{table(columns, rows)}\n\n{where}; read ceiling {min(ceilings):.2f} to {max(ceilings):.2f} TB/s; "
-        f"commits {commits}, with the kernels of {first['kernels']}; cells that are empty were not measured"
+        f"commits {commits}; in brackets, times that of the whole step; cells that are empty were not measured"
     )
+
+
+def _beside_whole(times: dict[str, float], mode: str) -> str:
+    """Milliseconds of a mode, and how many times that of the whole step it is."""
+    if mode not in times:
+        return ""
+    beside = "" if mode == "whole" else f" ({times[mode] / times['whole']:.3f})"
+    return f"{times[mode]:.3f}{beside}"
 
 
 def gpu_step() -> str:
