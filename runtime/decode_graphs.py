@@ -49,6 +49,7 @@ class GraphSettings:
 
     Attributes:
         sizes: batch sizes to capture.
+        is_rehearsed: as of `GraphResources`.
     """
 
     sizes: tuple[int, ...]
@@ -56,6 +57,7 @@ class GraphSettings:
     budget_bytes: int | None = None
     comm_group: Any = None
     enable_nvtx: bool = False
+    is_rehearsed: bool = False
 
 
 class DecodeGraphs:
@@ -70,9 +72,9 @@ class DecodeGraphs:
         self.configs = decode_configs(settings.sizes, settings.caps_batch_size)
         self.pieces = pieces
         self._device = backend.device
-        self.resources = GraphResources(backend, backend.new_pool(), StaticBuffers(backend.device))
+        buffers, sizes = StaticBuffers(backend.device), settings.sizes
+        self.resources = GraphResources(backend, backend.new_pool(), buffers, is_rehearsed=settings.is_rehearsed)
         self._capturer = Capturer(backend, backend.device, settings.comm_group, settings.budget_bytes)
-        buffers, sizes = self.resources.buffers, settings.sizes
         self.whole = CudaGraphRunner(
             "decode",
             WholeDecode(pieces, buffers, sizes, caps_batch_size=settings.caps_batch_size),

@@ -75,7 +75,7 @@ class Engine:
         backend = graph_backend(model.device)
         before = memory_parts(backend, None) if predicted is not None else None
         with phases.phase("KV cache and buffers"):
-            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks)
+            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks, is_rehearsed=predicted is not None)
         self._max_num_seqs = config.max_num_seqs
         self._is_working = False
         self._is_torn = False

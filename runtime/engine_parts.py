@@ -1,5 +1,7 @@
 """What an engine is made of, and how much of the device's memory each part may take."""
 
+from dataclasses import replace
+
 import torch
 
 from ..kernels import FIRST_BLOCK
@@ -33,7 +35,9 @@ def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan) -> Memo
     return rehearse(lambda: build_runner(model, config, least, Hooks(model.config.num_layers)), model.device)
 
 
-def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks) -> tuple[ModelRunner, int]:
+def build_runner(
+    model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks, *, is_rehearsed: bool = False
+) -> tuple[ModelRunner, int]:
     """What runs the steps, nothing captured yet, and the bytes that its KV cache took of the device."""
     before = allocator_bytes(model.device)
     block_bytes = model.config.kv_bytes_per_token(model.dtype) * config.block_size
@@ -53,7 +57,7 @@ def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hook
     graphs = None
     if policy.path is not Path.EAGER:
         pieces = DecodePieces(model, kv_cache, state, sampler)
-        graphs = DecodeGraphs(pieces, graph_backend(model.device), settings)
+        graphs = DecodeGraphs(pieces, graph_backend(model.device), replace(settings, is_rehearsed=is_rehearsed))
     runner = ModelRunner(model, kv_cache, state, sampler, hooks=hooks, policy=policy, graphs=graphs)
     return runner, kv_bytes
 
