@@ -135,7 +135,7 @@ def bare_replay(engine: Engine) -> float:
     assert graphs is not None
     key = graphs.configs[0].bucket_keys()[0]
     [slot] = graphs.whole.slots(key)
-    return harness.time_graph(slot.graph, replays=40).median / 1e3  # type: ignore[arg-type]
+    return harness.time_graph(slot.graph, replays=40).median / 1e3
 
 
 def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, Any]:

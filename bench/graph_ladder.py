@@ -51,7 +51,7 @@ def copy_costs(graphs: DecodeGraphs, sizes: Sequence[int]) -> list[dict[str, Any
                 [slot] = region.slots(key)
                 call = PiecewiseCallInputs(slot.static_inputs, PiecewiseCaptureShape(key.bs, key.num_tokens))
                 targets = {name: torch.empty_like(output) for name, output in slot.static_outputs.items()}
-                as_it_is = harness.time_graph(slot.graph, replays=40)  # type: ignore[arg-type]
+                as_it_is = harness.time_graph(slot.graph, replays=40)
                 copied = harness.time_graph(harness.capture(with_copies(region.config.fn, call, targets)), replays=40)
                 costs.append(
                     {
