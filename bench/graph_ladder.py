@@ -28,7 +28,7 @@ from ostinato.runtime.decode_graphs import DecodeGraphs
 from ostinato.runtime.graph_buckets import capture_sizes
 from ostinato.runtime.graph_manifest import graph_manifest
 from ostinato.runtime.graph_reason import Path
-from ostinato.runtime.piecewise_runner import PiecewiseCallInputs, PiecewiseCaptureShape
+from ostinato.runtime.piecewise_config import PiecewiseCallInputs, PiecewiseCaptureShape
 from ostinato.weights import dummy_model
 
 COPY_SIZES = (1, 32, 256)

@@ -17,7 +17,8 @@ from .graph_backend import GraphBackend
 from .graph_buckets import BucketKey
 from .graph_ledger import GraphLedger
 from .graph_reason import Path, Reason
-from .piecewise_runner import PiecewiseConfig, PiecewiseCudaGraphRunner
+from .piecewise_config import PiecewiseConfig
+from .piecewise_runner import PiecewiseCudaGraphRunner
 from .piecewise_step import PiecewiseStep, region_key
 from .static_buffers import GraphResources, StaticBuffers
 

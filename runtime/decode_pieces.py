@@ -10,7 +10,7 @@ from ..model import AttentionMetadata, Decoder, KVCache
 from ..model.decoder import Preamble
 from .dummy_rows import RowInputs
 from .graph_buckets import BucketKey, CudaGraphConfig
-from .piecewise_runner import InputSpec, PiecewiseCallInputs, PiecewiseCaptureShape, PiecewiseConfig
+from .piecewise_config import InputSpec, PiecewiseCallInputs, PiecewiseCaptureShape, PiecewiseConfig
 from .sample_road import SampleRoad
 from .sampler import SampledTokens, Sampler
 from .sampling_params import MAX_TOP_LOGPROBS

@@ -18,8 +18,9 @@ from .decode_pieces import (
     sample_region,
 )
 from .graph_buckets import BucketKey
+from .piecewise_config import PiecewiseConfig
 from .piecewise_output import PiecewiseOutput
-from .piecewise_runner import PiecewiseConfig, PiecewiseCudaGraphRunner
+from .piecewise_runner import PiecewiseCudaGraphRunner
 from .sample_road import SampleRoad
 from .static_buffers import StaticBuffers
 

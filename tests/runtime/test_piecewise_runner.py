@@ -15,16 +15,16 @@ from ostinato.runtime.dummy_rows import PlanTarget, RowInfo, RowInputs
 from ostinato.runtime.graph_buckets import SlotLease
 from ostinato.runtime.graph_capture import aliased_outputs, capture_into_graph
 from ostinato.runtime.graph_reason import Reason
-from ostinato.runtime.piecewise_output import PiecewiseOutput
-from ostinato.runtime.piecewise_runner import (
+from ostinato.runtime.piecewise_config import (
     InputSpec,
     PiecewiseCallInputs,
     PiecewiseCaptureShape,
     PiecewiseConfig,
-    PiecewiseCudaGraphRunner,
     PiecewiseGraphData,
     PiecewiseGraphKey,
 )
+from ostinato.runtime.piecewise_output import PiecewiseOutput
+from ostinato.runtime.piecewise_runner import PiecewiseCudaGraphRunner
 from ostinato.runtime.static_buffers import GraphResources, Planner, StaticBuffers
 
 CPU = torch.device("cpu")

@@ -12,13 +12,8 @@ from ostinato.runtime import Engine, Path, Reason, SamplingParams, decode_graphs
 from ostinato.runtime.decode_pieces import BLOCKS_OUT, DecodePieces, head_region
 from ostinato.runtime.graph_aliases import find_aliases, lasting
 from ostinato.runtime.graph_self_test import self_test
-from ostinato.runtime.piecewise_runner import (
-    InputSpec,
-    PiecewiseCallInputs,
-    PiecewiseCaptureShape,
-    PiecewiseConfig,
-    PiecewiseCudaGraphRunner,
-)
+from ostinato.runtime.piecewise_config import InputSpec, PiecewiseCallInputs, PiecewiseCaptureShape, PiecewiseConfig
+from ostinato.runtime.piecewise_runner import PiecewiseCudaGraphRunner
 from ostinato.runtime.piecewise_step import Piece, PiecewiseStep
 from ostinato.runtime.sample_road import SampleRoad
 from ostinato.runtime.static_buffers import StaticBuffers
