@@ -13,6 +13,7 @@ from ..kernels import SINK_BLOCK
 from .bucket_capture import Capturer, CaptureSummary, Progress
 from .cuda_graph_runner import CudaGraphRunner
 from .decode_pieces import WALK, DecodePieces, WholeDecode, decode_configs
+from .graph_addresses import Addresses
 from .graph_backend import GraphBackend
 from .graph_buckets import BucketKey
 from .graph_ledger import GraphLedger
@@ -88,17 +89,16 @@ class DecodeGraphs:
             settings.enable_nvtx,
         )
         self.step = PiecewiseStep(
-            pieces, buffers, sizes, self._region, lambda key: self._check_addresses(Path.PIECEWISE, key)
+            pieces, buffers, sizes, self._region, lambda key: self._addresses.check(Path.PIECEWISE, key)
         )
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
         self._whole_buckets: dict[tuple[Path, BucketKey], bool] = {}
         self._whole_buckets_at: tuple[object, ...] = ()
-        self._address_checked: set[tuple[Path, BucketKey]] = set()
         for runner in self.runners:
             runner.prepare_for_capture()
         pieces.sampler.claim_counts()
         buffers.seal()
-        self._addresses = self._fingerprint()
+        self._addresses = Addresses(pieces, buffers)
         self.ledger.buffer_bytes = buffers.num_bytes
 
     @property
@@ -247,7 +247,7 @@ class DecodeGraphs:
         """
         if not eager:
             try:
-                self._check_addresses(Path.WHOLE, key)
+                self._addresses.check(Path.WHOLE, key)
                 lease = self.whole.lease(key)
                 outputs = self.whole.run_forward(lease, {})
                 self.whole.release(lease, num_rows)
@@ -255,26 +255,6 @@ class DecodeGraphs:
             except Exception as error:
                 replay_failed(error)
         return self.whole.run_eager(key, {})
-
-    def _fingerprint(self) -> dict[str, int]:
-        """Where everything lies that graphs are captured with."""
-        pieces = self.pieces
-        named = dict(pieces.model.state_dict()) | self.resources.buffers.tensors
-        caches = [*pieces.kv_cache.k, *pieces.kv_cache.v]
-        rows = [*pieces.state.device_tensors(), *pieces.sampler.row_tensors(), pieces.model.cos, pieces.model.sin]
-        named |= {f"cache {i}": tensor for i, tensor in enumerate(caches)}
-        named |= {f"row state {i}": tensor for i, tensor in enumerate(rows)}
-        return {name: tensor.data_ptr() for name, tensor in named.items()}
-
-    def _check_addresses(self, path: Path, key: BucketKey) -> None:
-        """At the first replay of a bucket: whether all lies where it lay when buffers were sealed."""
-        if (path, key) in self._address_checked:
-            return
-        now = self._fingerprint()
-        moved = [name for name, address in self._addresses.items() if now.get(name) != address]
-        if moved:
-            raise RuntimeError(f"moved since the graphs were captured: {', '.join(moved[:5])}")
-        self._address_checked.add((path, key))
 
     def _region(self, label: str, config: PiecewiseConfig) -> PiecewiseCudaGraphRunner:
         return PiecewiseCudaGraphRunner(
