@@ -13,7 +13,7 @@ from .decode_pieces import DecodePieces
 from .graph_buckets import capture_sizes
 from .graph_ledger import MemoryParts
 from .graph_reason import Path
-from .graph_rehearsal import free_memory, rehearse
+from .graph_rehearsal import rehearse
 from .graph_start import DecodePolicy
 from .interventions import Hooks
 from .memory import memory_for
@@ -38,7 +38,8 @@ def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan) -> Memo
 def build_runner(
     model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks, *, is_rehearsed: bool = False
 ) -> tuple[ModelRunner, int]:
-    """What runs the steps, nothing captured yet, and the bytes that its KV cache took of the device."""
+    """What runs the steps, nothing captured yet, and the bytes that its KV cache took of the device, if the allocator
+    held nothing spare."""
     before = allocator_bytes(model.device)
     block_bytes = model.config.kv_bytes_per_token(model.dtype) * config.block_size
     with memory_for(
@@ -93,8 +94,5 @@ def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:
 
 
 def allocator_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that torch's allocator holds for tensors that live; 0 for a CPU."""
-    if device.type != "cuda":
-        return 0
-    free_memory(device)
-    return torch.cuda.memory_reserved(device)
+    """Bytes of a GPU that torch's allocator holds; 0 for a CPU."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0

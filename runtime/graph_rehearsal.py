@@ -22,6 +22,7 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device)
         build: makes what runs the steps, over a KV cache of the least size; returns the cache's bytes, too.
     """
     backend = graph_backend(device)
+    free_memory(device)
     runner, kv_bytes = build()
     graphs = runner.decode_runner.graphs
     assert graphs is not None, "without graphs there is nothing to rehearse"
