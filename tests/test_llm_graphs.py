@@ -234,12 +234,12 @@ def smollm() -> Callable[..., LLM]:
     """SmolLM2 for up to 4 rows, its largest graph of 2."""
     made: dict[str, LLM] = {}
 
-    def get(graphs: str, **more: Any) -> LLM:
-        name = graphs + str(more)
+    def get(graphs: str, device: str = "cpu", **more: Any) -> LLM:
+        name = f"{graphs} {device} {more}"
         if name not in made:
             sizes = {"max_num_seqs": 4, "max_model_len": 64, "capture_sizes": (1, 2)}
             config = EngineConfig(**sizes, graphs=graphs, **more)  # type: ignore[arg-type]
-            made[name] = llm = LLM(device="cpu", dtype="float32", config=config)
+            made[name] = llm = LLM(device=device, dtype="float32", config=config)
             graphs_made = llm._engine.decode_runner.graphs
             for runner in (graphs_made.whole, *graphs_made.regions) if graphs_made is not None else ():
                 for key in runner.bucket_keys():
@@ -256,20 +256,23 @@ MORE_PROMPTS = [*PROMPTS, "A dog", "Why"]
 
 @pytest.mark.demo
 @pytest.mark.parametrize("num_prompts", [1, 2, 3, 4])
-def test_smollm2_eager_on_bucket_is_piecewise_is_whole(smollm: Callable[..., LLM], num_prompts: int) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_smollm2_eager_on_bucket_is_piecewise_is_whole(
+    smollm: Callable[..., LLM], device: str, num_prompts: int
+) -> None:
     """For every size up to the largest bucket and two beyond."""
     # The kind of sampling that has log-probabilities is slow on a CPU: one size shows their bits.
     params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=num_prompts == 3)
     runs = [
         [
             (output.token_ids, output.logprobs)
-            for request in smollm(graphs, **more).generate(MORE_PROMPTS[:num_prompts], params)
+            for request in smollm(graphs, device, **more).generate(MORE_PROMPTS[:num_prompts], params)
             for output in request.outputs
         ]
         for graphs, more in (("whole", {"enable_decode_graphs": False}), ("whole", {}), ("piecewise", {}))
     ]
     assert runs[0] == runs[1] == runs[2]
-    plain = smollm("off").generate(MORE_PROMPTS[:num_prompts], params)
+    plain = smollm("off", device).generate(MORE_PROMPTS[:num_prompts], params)
     assert [token_ids for token_ids, _ in runs[0]] == tokens(plain)
 
 
