@@ -87,7 +87,7 @@ def speed_ups() -> Iterator[str]:
     yield "## What recording buys\n"
     yield WHAT_IT_BUYS
     head = ["model", "batch", "context", "eager, ms", "piecewise, ms", "whole, ms", "eager / piecewise",
-            "eager / whole", "whole, tok/s", "whole, share of the ceiling"]  # fmt: skip
+            "eager / whole", "whole, tok/s", "whole, share of the ceiling", "prompts, eager / whole"]  # fmt: skip
     rows, places = [], []
     for document in results("modes"):
         places.append(where(document))
@@ -103,6 +103,7 @@ def speed_ups() -> Iterator[str]:
                     *(f"{cell['speedup_over_eager']:.2f}" for cell in (piecewise, whole)),
                     f"{whole['tokens_per_second']:.0f}",
                     f"{100 * whole['ceiling_share']:.0f} %",
+                    f"{eager['prefill_ms'] / whole['prefill_ms']:.2f}",
                 ]
             )
     yield f"{table(head, rows)}\n\n{' '.join(places)}"

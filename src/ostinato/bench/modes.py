@@ -18,6 +18,9 @@ from .subject import TAPE, Subject
 from .timing import read_ceiling
 from .traffic import step_bytes
 
+PREFILLS = 3
+"""Of each mode, in turns, behind one that is not timed."""
+
 CHECKED_STEPS = 6
 """Whose tokens are compared before anything is timed; more than a lazy capture waits."""
 
@@ -38,6 +41,7 @@ class ModeCell:
         step_bytes: that a step must move.
         ceiling_share: of the read ceiling of the same process.
         speedup_over_eager: of medians; None where eager was not measured.
+        prefill_ms: of the prompts of all rows, to their first tokens.
     """
 
     batch: int
@@ -54,6 +58,7 @@ class ModeCell:
     graph_bytes: int
     capture_seconds: float
     start_seconds: float
+    prefill_ms: float
 
 
 @dataclass(frozen=True)
@@ -132,12 +137,16 @@ def _cell(
     for turn in range(rounds):
         for mode in modes if turn % 2 == 0 else modes[::-1]:
             times[mode] += subjects[mode].step(steps + 1)
+    ran = {mode: subject.counts() - before[mode] for mode, subject in subjects.items()}
+    prefills: dict[str, list[float]] = {mode: [] for mode in modes}
+    for _ in range(1 + PREFILLS):
+        for mode in modes:
+            prefills[mode].append(subjects[mode].prefill())
     medians = {mode: statistics.median(times[mode]) for mode in modes}
     num_bytes = step_bytes(decoder.config, [context + room // 2] * batch, decoder.dtype.itemsize)
     cells = []
     for mode, subject in subjects.items():
-        ran = subject.counts() - before[mode]
-        check_mode(dict(ran), MODES[mode][1], f"{at}: {mode}")
+        check_mode(dict(ran[mode]), MODES[mode][1], f"{at}: {mode}")
         ordered, median = sorted(times[mode]), medians[mode]
         summary = subject.engine.graph_report()
         tenth = len(ordered) // 10
@@ -157,6 +166,7 @@ def _cell(
                 graph_bytes=summary.num_bytes,
                 capture_seconds=summary.seconds,
                 start_seconds=subject.start_seconds,
+                prefill_ms=statistics.median(prefills[mode][1:]),
             )
         )
     del subjects
@@ -201,6 +211,7 @@ def report(result: ModesResult, model: str) -> Report:
         Column("speed-up over eager", ".3f"),
         Column("MB to move", ".1f"),
         Column("share of ceiling", ".1%"),
+        Column("prompts, ms", ".1f"),
         Column("graphs a step", "d"),
         Column("graph memory, MB", ".1f"),
         Column("capture, s", ".2f"),
@@ -217,6 +228,7 @@ def report(result: ModesResult, model: str) -> Report:
             cell.speedup_over_eager,
             cell.step_bytes / 1e6,
             cell.ceiling_share,
+            cell.prefill_ms,
             cell.graphs_per_step,
             cell.graph_bytes / 1e6,
             cell.capture_seconds,
@@ -226,6 +238,7 @@ def report(result: ModesResult, model: str) -> Report:
     where = place(result.device, model, result.dtype)
     notes = [
         f"{where['device']}, torch {where['torch']}; tokens of all modes equal, every step in its mode",
+        "prompts: of all rows, to their first tokens; they run eagerly in every mode",
         f"read ceiling {result.read_ceiling / 1e9:.1f} GB/s; lazy: captured when first used",
     ]
     if result.device.type != "cuda":

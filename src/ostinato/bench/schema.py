@@ -71,6 +71,7 @@ MODES = obj(
             graph_bytes=INTEGER,
             capture_seconds=NUMBER,
             start_seconds=NUMBER,
+            prefill_ms=NUMBER,
         )
     ),
 )

@@ -64,10 +64,28 @@ class Subject:
         self.sequences: list[Sequence] = []
         self.restart(params or [SamplingParams(temperature=0.0)] * batch, room)
 
-    def restart(self, params: Iterable[SamplingParams], room: int) -> None:
-        """End what is decoding, and do for other requests what their prompts would do, but for computing them."""
+    def prefill(self) -> float:
+        """End what is decoding, and compute prompts of the context, one a row: milliseconds to all first tokens."""
+        self._end()
+        params, vocab = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), self.engine.vocab_size
+        for row in range(self.batch):
+            prompt = [(row + 7 * place) % vocab for place in range(self.context)]
+            self.engine.add(self.engine.create(prompt, params)[0])
+        self.wait()
+        started = time.perf_counter()
+        while self.engine.has_work:
+            self.engine.step()
+        self.wait()
+        return 1e3 * (time.perf_counter() - started)
+
+    def _end(self) -> None:
         self.engine.abort(*self.sequences)
         self.engine.step()  # one that was launched ahead is waited for
+        self.sequences = []
+
+    def restart(self, params: Iterable[SamplingParams], room: int) -> None:
+        """End what is decoding, and do for other requests what their prompts would do, but for computing them."""
+        self._end()
         scheduler, runner, context = self.engine._scheduler, self.engine._runner, self.context
         for row, one in enumerate(params):
             limited = replace(one, max_tokens=room, ignore_eos=True)
