@@ -5,6 +5,8 @@ import tempfile
 import time
 from typing import Any
 
+import torch
+
 from ..model import Decoder
 from .peer_transformers import hf_config
 from .peers import Work
@@ -27,6 +29,7 @@ class VllmModel:
 
         self.version: str = vllm.__version__
         block, reach = 16, length + SHORT + LEAST_STEPS
+        free, total = torch.cuda.mem_get_info() if decoder.device.type == "cuda" else (1, 1)
         tokens = (batch + 1) * -(-reach // block) * block
         with tempfile.TemporaryDirectory() as folder:
             hf_config(decoder.config).save_pretrained(folder)
@@ -39,6 +42,7 @@ class VllmModel:
                 max_num_seqs=batch,
                 block_size=block,
                 kv_cache_memory_bytes=tokens * decoder.config.kv_bytes_per_token(decoder.dtype),
+                gpu_memory_utilization=0.9 * free / total,  # beside kv_cache_memory_bytes a check at its start alone
                 enable_prefix_caching=False,
                 seed=0,
             )
