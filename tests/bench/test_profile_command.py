@@ -46,7 +46,7 @@ def trace(tmp_path: Path) -> Callable[..., Path]:
 def test_kernels_belong_to_the_step_that_launched_them(trace: Callable[..., Path]) -> None:
     """Also where they run after the call; kernels of other work belong to none."""
     other = event("kernel", "other", 0, 5, correlation=99)
-    steps = read_steps(trace(step_events(0, 10), step_events(100, 20), [other]))
+    steps = read_steps(trace(step_events(0, 10), step_events(100, 20), [other]), on_gpu=True)
     assert [[len(s.graphs), len(s.launches), len(s.copies), len(s.kernels)] for s in steps] == [[1, 0, 0, 6]] * 2
     profiles.check_launches(steps, 2, 1, "whole")
     cell = profiles.summarise(steps, "whole", 1.0, num_layers=2)
@@ -79,7 +79,7 @@ def test_kernels_belong_to_the_step_that_launched_them(trace: Callable[..., Path
 )
 def test_other_launches_end_it(trace: Callable[..., Path], events: list[Any], message: str) -> None:
     with pytest.raises(BenchError, match=message):
-        profiles.check_launches(read_steps(trace(*events)), 2, 1, "whole")
+        profiles.check_launches(read_steps(trace(*events), on_gpu=True), 2, 1, "whole")
 
 
 def test_gaps_of_kernels_that_overlap() -> None:

@@ -105,7 +105,7 @@ def measure(
             path = Path(folder) / f"{mode}.json"
             record(subject, steps, path)
             check_mode(dict(subject.counts() - before), MODES[mode][1], mode)
-            found[mode] = read_steps(path)
+            found[mode] = read_steps(path, on_gpu=subject.on_gpu)
             check_launches(found[mode], steps, graphs_per_step(subject, mode), mode)
             cells.append(summarise(found[mode], mode, median, decoder.config.num_layers))
     return ProfileResult(decoder.device, str(decoder.dtype).removeprefix("torch."), batch, context, cells, found)

@@ -1,6 +1,6 @@
 """What a profile of decode steps holds: the host's launches, the device's kernels, and the time between kernels.
 
-Read from a Chrome trace as torch.profiler writes it. Where the trace has no device, operators stand for kernels.
+Read from a Chrome trace as torch.profiler writes it. On a CPU, operators stand for kernels.
 """
 
 import json
@@ -68,14 +68,12 @@ class Step:
     kernels: list[Span]
 
 
-def read_steps(path: Path) -> list[Step]:
+def read_steps(path: Path, *, on_gpu: bool) -> list[Step]:
     """The steps of a trace, in order."""
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("ph") == "X"]
     ranges = [_span(event) for event in events if event.get("cat") == "user_annotation"]
     hosts = _sorted(span for span in ranges if span.name == STEP_RANGE)
-    if any(event.get("cat") in _ON_DEVICE for event in events):
-        return _device_steps(events, hosts)
-    return _tape_steps(events, ranges, hosts)
+    return _device_steps(events, hosts) if on_gpu else _tape_steps(events, ranges, hosts)
 
 
 def gaps(kernels: Sequence[Span]) -> list[Gap]:
