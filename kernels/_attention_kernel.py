@@ -10,21 +10,30 @@ from .rotary_kv_write import rotated_heads
 
 @triton.jit
 @no_type_check
-def _blocks(table_row, key, stop, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The KV block of each of BLOCK_N keys from `key` on, those before `stop`; `key` is a multiple of BLOCK_N."""
-    in_tile = tl.arange(0, BLOCK_N)
-    column = (key + in_tile) // KV_BLOCK
-    if BLOCK_N % KV_BLOCK == 0:
-        column = key // KV_BLOCK + in_tile // KV_BLOCK
-    return tl.load(table_row + column, mask=key + in_tile < stop, other=0)
+def block_numbers(table_row, key, stop, KV_BLOCK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The KV block of each of BLOCK_N keys from `key` on, those before `stop`; `key` is a multiple of BLOCK_N.
+
+    Where all of them lie in one block, it is a single number.
+    """
+    if KV_BLOCK % BLOCK_N == 0:
+        blocks = tl.load(table_row + key // KV_BLOCK, mask=key < stop, other=0)
+    else:
+        in_tile = tl.arange(0, BLOCK_N)
+        column = (key + in_tile) // KV_BLOCK
+        if BLOCK_N % KV_BLOCK == 0:
+            column = key // KV_BLOCK + in_tile // KV_BLOCK
+        blocks = tl.load(table_row + column, mask=key + in_tile < stop, other=0)
+    return blocks
 
 
 @triton.jit
 @no_type_check
-def _tile(cache_ptr, blocks, key, rows_per_block, start, stop, D: tl.constexpr, KV_BLOCK: tl.constexpr,
-          BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
+def cached_tile(cache_ptr, blocks, key, rows_per_block, start, stop, D: tl.constexpr, KV_BLOCK: tl.constexpr,
+                BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
+                MASKED: tl.constexpr = True):  # fmt: skip
     """Keys (or values) `[BLOCK_N, BLOCK_D]` of one KV head from `key` on; zero outside `start .. stop - 1`.
 
+    Without MASKED all of them lie inside.
     Counted in rows of D elements, places in a cache fit 32 bits: one multiplication a row, and a wide one.
     """
     in_tile = tl.arange(0, BLOCK_N)
@@ -37,6 +46,10 @@ def _tile(cache_ptr, blocks, key, rows_per_block, start, stop, D: tl.constexpr, 
     if WINDOW:
         inside = inside & (key + in_tile >= start)
     pointers = cache_ptr + row.to(tl.int64)[:, None] * D + d[None, :]
+    if not MASKED:
+        if D == BLOCK_D:
+            return tl.load(pointers)
+        return tl.load(pointers, mask=(d < D)[None, :], other=0.0)
     if D == BLOCK_D:
         return tl.load(pointers, mask=inside[:, None], other=0.0)
     return tl.load(pointers, mask=inside[:, None] & (d < D)[None, :], other=0.0)
@@ -46,9 +59,11 @@ def _tile(cache_ptr, blocks, key, rows_per_block, start, stop, D: tl.constexpr, 
 @no_type_check
 def _words(cache_ptr, blocks, key, rows_per_block, start, stop, D: tl.constexpr, KV_BLOCK: tl.constexpr,
            BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):  # fmt: skip
-    """What `_tile` loads of two-byte elements, two in a word: `[BLOCK_N, BLOCK_D / 2]` int32."""
+    """What `cached_tile` loads of two-byte elements, two in a word: `[BLOCK_N, BLOCK_D / 2]` int32."""
     words_ptr = cache_ptr.to(tl.pointer_type(tl.int32))
-    return _tile(words_ptr, blocks, key, rows_per_block, start, stop, D // 2, KV_BLOCK, BLOCK_D // 2, BLOCK_N, WINDOW)
+    return cached_tile(
+        words_ptr, blocks, key, rows_per_block, start, stop, D // 2, KV_BLOCK, BLOCK_D // 2, BLOCK_N, WINDOW
+    )
 
 
 @triton.jit
@@ -140,7 +155,7 @@ def attention_kernel(
     seq_len = tl.load(seq_lens_ptr + seq)
     start, stop, first_tile, used = _keys_seen(seq_len, WINDOW, FUSED, BLOCK_N, SPLITS)
     first = (first_tile + split) * BLOCK_N
-    blocks = _blocks(table_row, first, table_reach, KV_BLOCK, BLOCK_N)
+    blocks = block_numbers(table_row, first, table_reach, KV_BLOCK, BLOCK_N)
     if STAGES == 1:
         k_words = _words(k_head_ptr, blocks, first, k_block_rows, start, stop, D, KV_BLOCK, BLOCK_D, BLOCK_N, WINDOW)
         v_words = _words(v_head_ptr, blocks, first, v_block_rows, start, stop, D, KV_BLOCK, BLOCK_D, BLOCK_N, WINDOW)
@@ -151,14 +166,14 @@ def attention_kernel(
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     if FUSED:
         token_ptr = q_ptr + seq * q_stride
-        q = rotated_heads(token_ptr + kv_head * GROUP * D, g, cos_ptr, sin_ptr, q_norm_ptr, norm_eps, seq,
-                          D, ROTARY_DIM, BLOCK_D, GROUP, HAS_NORM)  # fmt: skip
+        q = rotated_heads(token_ptr + kv_head * GROUP * D, g, GROUP, cos_ptr, sin_ptr, q_norm_ptr, norm_eps, seq,
+                          D, ROTARY_DIM, BLOCK_D, HAS_NORM)  # fmt: skip
         if split == used - 1:
             keys_ptr = token_ptr + (num_kv_heads * GROUP + kv_head) * D
             slot = tl.load(slot_ptr + seq)
             new_v = tl.load(keys_ptr + num_kv_heads * D + d, mask=d < D, other=0.0).to(v_cache_ptr.dtype.element_ty)
-            new_k = rotated_heads(keys_ptr, tl.arange(0, 1), cos_ptr, sin_ptr, k_norm_ptr, norm_eps, seq,
-                                  D, ROTARY_DIM, BLOCK_D, 1, HAS_NORM).to(k_cache_ptr.dtype.element_ty)  # fmt: skip
+            new_k = rotated_heads(keys_ptr, tl.arange(0, 1), 1, cos_ptr, sin_ptr, k_norm_ptr, norm_eps, seq,
+                                  D, ROTARY_DIM, BLOCK_D, HAS_NORM).to(k_cache_ptr.dtype.element_ty)  # fmt: skip
             block, offset = slot // KV_BLOCK, slot % KV_BLOCK
             tl.store(k_head_ptr + (block * k_block_rows + offset) * D + d[None, :], new_k, mask=(d < D)[None, :])
             tl.store(v_head_ptr + (block * v_block_rows + offset) * D + d, new_v, mask=d < D)
@@ -170,7 +185,7 @@ def attention_kernel(
         q = tl.load(q_pointers, mask=heads_inside, other=0.0)
 
     if STAGES == 1:
-        blocks = _blocks(table_row, first + STEP, stop, KV_BLOCK, BLOCK_N)
+        blocks = block_numbers(table_row, first + STEP, stop, KV_BLOCK, BLOCK_N)
     for key in tl.range(first, stop, STEP, num_stages=STAGES):
         if STAGES == 1:
             k = _halves(k_words, k_cache_ptr.dtype.element_ty)
@@ -183,11 +198,11 @@ def attention_kernel(
                 v_words = _words(
                     v_head_ptr, blocks, later, v_block_rows, start, stop, D, KV_BLOCK, BLOCK_D, BLOCK_N, WINDOW
                 )
-                blocks = _blocks(table_row, later + STEP, stop, KV_BLOCK, BLOCK_N)
+                blocks = block_numbers(table_row, later + STEP, stop, KV_BLOCK, BLOCK_N)
         else:
-            k = _tile(k_head_ptr, blocks, key, k_block_rows, start, stop, D, KV_BLOCK, BLOCK_D, BLOCK_N, WINDOW)
-            v = _tile(v_head_ptr, blocks, key, v_block_rows, start, stop, D, KV_BLOCK, BLOCK_D, BLOCK_N, WINDOW)
-            blocks = _blocks(table_row, key + STEP, stop, KV_BLOCK, BLOCK_N)
+            k = cached_tile(k_head_ptr, blocks, key, k_block_rows, start, stop, D, KV_BLOCK, BLOCK_D, BLOCK_N, WINDOW)
+            v = cached_tile(v_head_ptr, blocks, key, v_block_rows, start, stop, D, KV_BLOCK, BLOCK_D, BLOCK_N, WINDOW)
+            blocks = block_numbers(table_row, key + STEP, stop, KV_BLOCK, BLOCK_N)
         running_max, running_sum, acc = _attend(
             q, k, v, key, start, stop, exponent_scale, running_max, running_sum, acc, BLOCK_N, WINDOW
         )
@@ -207,25 +222,12 @@ def attention_kernel(
 
 @triton.jit
 @no_type_check
-def attention_merge_kernel(
-    partial_ptr, stats_ptr, seq_lens_ptr, out_ptr, out_stride, out_head_stride,
-    D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A program merges the shares of one head of one sequence, in index order, unless there was only one.
+def merged_shares(partial_ptr, stats_ptr, entry, used, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr):
+    """One head's result `[BLOCK_D]` out of its `used` shares from `entry` on, in index order; zero if none saw a key.
 
     A thread holds its elements of CHUNK shares at once, so nothing is exchanged between threads.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    _, _, _, used = _keys_seen(tl.load(seq_lens_ptr + seq), WINDOW, FUSED, BLOCK_N, SPLITS)
-    if used == 1:
-        return
     d = tl.arange(0, BLOCK_D)
-    entry = (seq * tl.num_programs(0) + head) * SPLITS
     largest = float("-inf")
     total = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
@@ -250,5 +252,26 @@ def attention_merge_kernel(
             total += sums[i] * weight
             acc += shares[i] * weight
         largest = new_largest
+    return acc / tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
+@no_type_check
+def attention_merge_kernel(
+    partial_ptr, stats_ptr, seq_lens_ptr, out_ptr, out_stride, out_head_stride,
+    D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr, FUSED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program merges the shares of one head of one sequence, unless there was only one."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    head = tl.program_id(0)
+    seq = tl.program_id(1).to(tl.int64)
+    _, _, _, used = _keys_seen(tl.load(seq_lens_ptr + seq), WINDOW, FUSED, BLOCK_N, SPLITS)
+    if used == 1:
+        return
+    result = merged_shares(partial_ptr, stats_ptr, (seq * tl.num_programs(0) + head) * SPLITS, used, D, BLOCK_D, CHUNK)
+    d = tl.arange(0, BLOCK_D)
     pointers = out_ptr + seq * out_stride + head * out_head_stride + d
-    tl.store(pointers, (acc / total).to(out_ptr.dtype.element_ty), mask=d < D)
+    tl.store(pointers, result.to(out_ptr.dtype.element_ty), mask=d < D)

@@ -1,4 +1,4 @@
-"""How decode attention is cut: one pure function of the bucket."""
+"""How attention is cut: pure functions of shapes that the host knows."""
 
 from dataclasses import dataclass
 
@@ -47,7 +47,57 @@ def attention_plan(
     return AttentionPlan(block_n, num_warps, stages, _splits(4 * multiprocessors // rows, max_keys, block_n))
 
 
-def _splits(wanted: int, max_keys: int, block_n: int) -> int:
-    """The largest power of two of shares up to 64, `wanted` and a tile each."""
-    most = max(1, min(64, wanted, -(-max_keys // block_n)))
+@dataclass(frozen=True)
+class PrefillPlan:
+    """One way to run attention with any number of queries a sequence.
+
+    Attributes:
+        block_m: rows of a tile, a row being one query head of one token.
+        block_n: keys of a tile.
+        num_warps: warps of a program.
+        num_stages: depth of the pipeline in shared memory.
+        splits: shares that the keys of a tile are cut into; more than one are merged by a second launch.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    splits: int
+
+
+def prefill_plan(
+    num_tokens: int, num_seqs: int, num_kv_heads: int, group: int, head_dim: int, element_size: int, max_keys: int,
+    multiprocessors: int, shared_memory: int,
+) -> PrefillPlan:  # fmt: skip
+    """The plan for a batch. Its lengths are on the device: what counts here is their mean, and the most keys.
+
+    Few rows (verification) read their keys at the memory's speed, like a decode, and have its plan. With many, tensor
+    cores are what is scarce.
+
+    Args:
+        group: query heads of a KV head.
+        max_keys, multiprocessors, shared_memory: as in `attention_plan`.
+    """
+    rows = -(-num_tokens // num_seqs) * group
+    row_bytes = element_size * (1 << (max(64, head_dim) - 1).bit_length())
+    if element_size > 2:  # without tensor cores
+        block_m, block_n, num_warps, num_stages = 16 if rows <= 16 else 32, 16, 8, 2
+    elif rows <= 32:
+        block_m, block_n, num_warps = 16 if rows <= 16 else 32, max(16, 8192 // row_bytes), 2
+        num_stages = 4 if shared_memory >= 163840 else 3
+    elif shared_memory < 200_000:  # operands of a product are held in registers
+        block_m, block_n, num_warps = 64, 64 if row_bytes <= 128 else 32, 4 if row_bytes <= 256 else 8
+        num_stages = 3 if row_bytes <= 256 else 2
+    else:
+        block_m, block_n, num_stages = 64 if rows <= 64 or row_bytes > 256 else 128, 64 if row_bytes <= 256 else 32, 3
+        num_warps = 8 if block_m == 128 and row_bytes > 128 else 4
+    programs = num_seqs * num_kv_heads * -(-rows // block_m)
+    wanted, least = (4 * multiprocessors, block_n) if rows <= 32 else (multiprocessors, 512)
+    return PrefillPlan(block_m, block_n, num_warps, num_stages, _splits(wanted // programs, max_keys, least))
+
+
+def _splits(wanted: int, max_keys: int, least: int) -> int:
+    """The largest power of two of shares up to 64 and `wanted`, of `least` keys each (a tile, mostly)."""
+    most = max(1, min(64, wanted, -(-max_keys // least)))
     return 1 << (most.bit_length() - 1)

@@ -4,7 +4,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention_decode import gather_blocks
+from . import _triton
+from ._attention_plan import prefill_plan
+from ._prefill_kernel import prefill_kernel, prefill_merge_kernel
+from ._triton import triton
+from .attention_decode import HEAD_DIMS, gather_blocks
 
 
 def attention_prefill_ref(
@@ -24,7 +28,7 @@ def attention_prefill_ref(
     Sequence `s` owns the queries `cu_seqlens_q[s] .. cu_seqlens_q[s + 1] - 1`, which are its newest tokens: query `i`
     of `n` stands at position `p = seq_lens[s] - n + i` and sees keys `max(0, p - window + 1) .. p`. The keys of the
     queries themselves must be in the cache already. Keys that no query sees may hold anything. Tokens past the last
-    offset are padding and give zeros.
+    offset are padding and give zeros, as do those before position 0 (in a row that is not live).
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`.
@@ -42,7 +46,7 @@ def attention_prefill_ref(
     for seq, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
         if start == stop:
             continue
-        table = block_tables[seq : seq + 1, : -(-length // block_size)]
+        table = block_tables[seq : seq + 1, : max(1, -(-length // block_size))]
         key = torch.arange(table.shape[1] * block_size, device=q.device)
         position = torch.arange(length - (stop - start), length, device=q.device)[:, None]
         visible = key <= position
@@ -58,10 +62,80 @@ def attention_prefill_ref(
             v.transpose(0, 1).expand(-1, group, -1, -1),
             attn_mask=visible,
             scale=scale,
-        )
+        ).masked_fill_(~visible.any(1)[:, None], 0.0)
         result[start:stop] = answer.permute(2, 0, 1, 3).reshape(stop - start, -1, head_dim)
     result[offsets[-1] :] = 0.0
     return result
 
 
-attention_prefill = attention_prefill_ref
+def attention_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    seq_lens: Tensor,
+    cu_seqlens_q: Tensor,
+    scale: float,
+    *,
+    window: int | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of packed queries over paged keys; see `attention_prefill_ref`.
+
+    The grid and the memory depend on shapes alone, so that a graph can hold it: offsets and lengths are read on the
+    device.
+    """
+    if not _triton.on_triton(q) or q.shape[-1] not in HEAD_DIMS:
+        return attention_prefill_ref(
+            q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, window=window, out=out
+        )
+    (num_tokens, num_heads, head_dim), (num_blocks, num_kv_heads, block_size, _) = q.shape, k_cache.shape
+    num_seqs = seq_lens.shape[0]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} KV heads"
+    assert head_dim == k_cache.shape[3], f"heads of q have {head_dim} elements, those of the cache {k_cache.shape[3]}"
+    assert out.shape == q.shape, "out must have the shape of q"
+    assert q.stride(2) == out.stride(2) == 1, "the elements of a head of q and out must be contiguous"
+    assert v_cache.shape == k_cache.shape, "k_cache and v_cache must have one shape"
+    assert v_cache.stride() == k_cache.stride(), "k_cache and v_cache must have the same strides"
+    assert k_cache.dtype == v_cache.dtype, "k_cache and v_cache must have one dtype"
+    assert block_tables.shape[0] == num_seqs, "every sequence needs a block table and a length"
+    assert cu_seqlens_q.shape == (num_seqs + 1,), "there is one query offset more than there are sequences"
+    assert block_tables.dtype == seq_lens.dtype == cu_seqlens_q.dtype == torch.int32, (
+        "block tables, lengths and query offsets are int32"
+    )
+    assert block_tables.stride(1) == 1, "a block table must be contiguous"
+    assert seq_lens.is_contiguous(), "seq_lens must be contiguous"
+    assert cu_seqlens_q.is_contiguous(), "query offsets must be contiguous"
+    assert window is None or window > 0, f"a window holds at least the query's own key, not {window}"
+    assert scale > 0, f"the scale of scores must be positive, not {scale}"
+    block_stride, head_stride, *inner = k_cache.stride()
+    assert inner == [head_dim, 1], "the tokens of one head of a block must be contiguous"
+    assert block_stride % head_dim == head_stride % head_dim == 0, "strides of the caches must be whole rows"
+    assert num_blocks * block_stride < 2**31 * head_dim, "the caches are too large to count their rows in 32 bits"
+    if num_tokens == 0:
+        return out
+    group, reach = num_heads // num_kv_heads, block_tables.shape[1] * block_size
+    plan = prefill_plan(
+        num_tokens, num_seqs, num_kv_heads, group, head_dim, k_cache.element_size(), min(reach, window or reach),
+        _triton.num_multiprocessors(q.device), _triton.shared_memory(q.device),
+    )  # fmt: skip
+    partial = stats = None
+    if plan.splits > 1:
+        partial = torch.empty(num_tokens * num_heads * plan.splits * head_dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(num_tokens * num_heads * plan.splits * 2, dtype=torch.float32, device=q.device)
+    pdl = _triton.has_pdl(q.device)
+    common = {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "PDL": pdl, "launch_pdl": pdl}
+    num_tiles = num_tokens * group // plan.block_m + num_seqs + 1  # see `_sequence`; the last is for padding
+    prefill_kernel[(num_tiles * num_kv_heads, plan.splits)](
+        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out, partial, stats,
+        *q.stride()[:2], block_stride // head_dim, head_stride // head_dim, block_tables.stride(0), *out.stride()[:2],
+        num_tokens, num_seqs, num_kv_heads, scale,
+        GROUP=group, KV_BLOCK=block_size, WINDOW=window or 0, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
+        STAGES=plan.num_stages, SHARED=plan.splits > 1, num_warps=plan.num_warps, **common,
+    )  # fmt: skip
+    if plan.splits > 1:
+        prefill_merge_kernel[(num_heads, num_tokens)](
+            partial, stats, out, *out.stride()[:2], plan.splits, CHUNK=min(plan.splits, 16), num_warps=1, **common
+        )
+    return out

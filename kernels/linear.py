@@ -90,13 +90,14 @@ def _linear_blas(
 ) -> Tensor:
     if norm_weight is not None:
         x = rms_norm(x, norm_weight, norm_eps)
-    if swiglu or bias is not None:
-        y = F.linear(x, weight, bias)
-        y = swiglu_op(y) if swiglu else y
-        return out.copy_(y) if residual is None else torch.add(y, residual, out=out)
-    if residual is not None:
+    if residual is None:
+        if swiglu:
+            return swiglu_op(F.linear(x, weight, bias), out=out)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if bias is None and not swiglu:
         return torch.addmm(residual, x, weight.t(), out=out)
-    return torch.mm(x, weight.t(), out=out)
+    y = F.linear(x, weight, bias)  # and not into out, which may be the residual
+    return torch.add(swiglu_op(y) if swiglu else y, residual, out=out)
 
 
 def linear_ref(

@@ -71,10 +71,10 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @triton.jit
 @no_type_check
 def rotated_heads(
-    heads_ptr, rows, cos_ptr, sin_ptr, norm_weight_ptr, norm_eps, token,
-    D: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_D: tl.constexpr, NUM_ROWS: tl.constexpr, HAS_NORM: tl.constexpr,
+    heads_ptr, rows, num_rows, cos_ptr, sin_ptr, norm_weight_ptr, norm_eps, token,
+    D: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Heads `rows` (those below NUM_ROWS) of one token, normed and rotated: [rows, BLOCK_D], rounded to their dtype.
+    """Heads `rows` (those below `num_rows`) of one token, normed and rotated: [rows, BLOCK_D], rounded to their dtype.
 
     Each element is read a second time at the place of its partner, so that a pair never has to change threads.
     """
@@ -82,7 +82,7 @@ def rotated_heads(
     d = tl.arange(0, BLOCK_D)
     partner = tl.where(d < HALF, d + HALF, tl.where(d < ROTARY_DIM, d - HALF, d))
     pair = tl.where(d < HALF, d, d - HALF)
-    mask = (rows < NUM_ROWS)[:, None] & (d < D)[None, :]
+    mask = (rows < num_rows)[:, None] & (d < D)[None, :]
     dtype = heads_ptr.dtype.element_ty
     x = tl.load(heads_ptr + rows[:, None] * D + d[None, :], mask=mask, other=0.0).to(tl.float32)
     y = tl.load(heads_ptr + rows[:, None] * D + partner[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -106,39 +106,46 @@ def _rotary_kv_write_kernel(
     num_heads, num_kv_heads,
     qkv_stride, k_block_stride, k_head_stride, v_block_stride, v_head_stride, out_stride, out_head_stride,
     norm_eps,
-    D: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KV_BLOCK: tl.constexpr,
+    D: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_D: tl.constexpr, KV_BLOCK: tl.constexpr, ROWS: tl.constexpr,
     HAS_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program does one head of one token: a query, a key or a value."""
+    """A program does ROWS heads of one token: queries, keys or values, in this order, fewer at each end."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    d = tl.arange(0, BLOCK_D)
-    mask = d < D
-    row = tl.arange(0, 1)
-    heads_ptr = qkv_ptr + token * qkv_stride + head * D
-    if head < num_heads:
-        q = rotated_heads(
-            heads_ptr, row, cos_ptr, sin_ptr, q_norm_ptr, norm_eps, token, D, ROTARY_DIM, BLOCK_D, 1, HAS_NORM
-        )
-        pointers = out_ptr + token * out_stride + head * out_head_stride + d
-        tl.store(pointers[None, :], q.to(out_ptr.dtype.element_ty), mask=mask[None, :])
+    part = tl.program_id(1)
+    q_parts, kv_parts = tl.cdiv(num_heads, ROWS), tl.cdiv(num_kv_heads, ROWS)
+    row, d = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    token_ptr = qkv_ptr + token * qkv_stride
+    if part < q_parts:
+        head = part * ROWS + row
+        q = rotated_heads(token_ptr, head, num_heads, cos_ptr, sin_ptr, q_norm_ptr, norm_eps, token,
+                          D, ROTARY_DIM, BLOCK_D, HAS_NORM)  # fmt: skip
+        pointers = out_ptr + token * out_stride + head[:, None] * out_head_stride + d[None, :]
+        tl.store(pointers, q.to(out_ptr.dtype.element_ty), mask=(head < num_heads)[:, None] & (d < D)[None, :])
     else:
         slot = tl.load(slot_ptr + token)
         block, offset = slot // KV_BLOCK, slot % KV_BLOCK
-        if head < num_heads + num_kv_heads:
-            k = rotated_heads(
-                heads_ptr, row, cos_ptr, sin_ptr, k_norm_ptr, norm_eps, token, D, ROTARY_DIM, BLOCK_D, 1, HAS_NORM
-            )
-            pointers = k_cache_ptr + block * k_block_stride + (head - num_heads) * k_head_stride + offset * D + d
-            tl.store(pointers[None, :], k.to(k_cache_ptr.dtype.element_ty), mask=mask[None, :])
+        keys_ptr = token_ptr + num_heads * D
+        head = (part - q_parts) % kv_parts * ROWS + row
+        mask = (head < num_kv_heads)[:, None] & (d < D)[None, :]
+        if part - q_parts < kv_parts:
+            k = rotated_heads(keys_ptr, head, num_kv_heads, cos_ptr, sin_ptr, k_norm_ptr, norm_eps, token,
+                              D, ROTARY_DIM, BLOCK_D, HAS_NORM)  # fmt: skip
+            pointers = k_cache_ptr + block * k_block_stride + head[:, None] * k_head_stride + offset * D + d[None, :]
+            tl.store(pointers, k.to(k_cache_ptr.dtype.element_ty), mask=mask)
         else:
-            v = tl.load(heads_ptr + d, mask=mask, other=0.0)
-            kv_head = head - num_heads - num_kv_heads
-            pointers = v_cache_ptr + block * v_block_stride + kv_head * v_head_stride + offset * D + d
+            v = tl.load(keys_ptr + (num_kv_heads + head)[:, None] * D + d[None, :], mask=mask, other=0.0)
+            pointers = v_cache_ptr + block * v_block_stride + head[:, None] * v_head_stride + offset * D + d[None, :]
             tl.store(pointers, v.to(v_cache_ptr.dtype.element_ty), mask=mask)
+
+
+def heads_of_a_program(num_tokens: int, num_heads: int, num_kv_heads: int) -> int:
+    """One where tokens are few; with many, programs would take longer to be launched than to run."""
+    if num_tokens * num_heads < 4096:
+        return 1
+    return 1 << (min(8, num_kv_heads) - 1).bit_length()
 
 
 def rotary_kv_write(
@@ -169,12 +176,13 @@ def rotary_kv_write(
     if num_tokens == 0:
         return out
     pdl = _triton.has_pdl(qkv.device)
-    _rotary_kv_write_kernel[(num_tokens, num_heads + 2 * num_kv_heads)](
+    rows = heads_of_a_program(num_tokens, num_heads, num_kv_heads)
+    _rotary_kv_write_kernel[(num_tokens, triton.cdiv(num_heads, rows) + 2 * triton.cdiv(num_kv_heads, rows))](
         qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, out,
         num_heads, num_kv_heads, qkv.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], *out.stride()[:2],
         norm_eps,
         D=head_dim, ROTARY_DIM=2 * cos.shape[1], BLOCK_D=triton.next_power_of_2(head_dim), KV_BLOCK=block_size,
-        HAS_NORM=q_norm_weight is not None, PDL=pdl, num_warps=1, launch_pdl=pdl,
+        ROWS=rows, HAS_NORM=q_norm_weight is not None, PDL=pdl, num_warps=1 if rows == 1 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out
 

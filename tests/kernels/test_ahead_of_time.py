@@ -63,6 +63,19 @@ def decode_step(model: str, batch: int, architecture: int) -> list[Any]:
     return launches
 
 
+def prompts(model: str, seqs: int, queries: int, architecture: int) -> list[Any]:
+    """The launches of attention and its rotation in a layer, for `queries` tokens of each sequence."""
+    config, num_tokens = SHAPES[model], seqs * queries
+    caches = [meta(10, config.num_kv_heads, 16, config.head_dim) for _ in "kv"]
+    qkv = meta(num_tokens, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim)
+    tables, lens, offsets = (meta(*size, dtype=torch.int32) for size in ((seqs, 128), (seqs,), (seqs + 1,)))
+    angle, slots = meta(num_tokens, config.head_dim // 2, dtype=torch.float32), meta(num_tokens, dtype=torch.int64)
+    with aot.recording(architecture) as launches:
+        q = kernels.rotary_kv_write(qkv, angle, angle, slots, *caches)
+        kernels.attention_prefill(q, *caches, tables, lens, offsets, 0.1, window=config.sliding_window)
+    return launches
+
+
 def sampling(batch: int, steps: kernels.SampleSteps, architecture: int) -> list[Any]:
     """The launches from logits to tokens."""
     floats, ids, flags, vocab = torch.float32, torch.int64, torch.bool, 128256
@@ -86,12 +99,19 @@ CONFIGURATIONS = {
     80: [("smollm2-135m", 1), ("llama-3.2-1b", 8)],
     100: [("smollm2-135m", 1), ("llama-3.2-1b", 8)],
 }
+# A long prompt, and a few queries of each of eight sequences.
+PROMPTS = {
+    90: [("smollm2-135m", 1, 600), ("llama-3.1-8b", 1, 600), ("llama-3.1-8b", 8, 4), ("llama-3.2-1b", 8, 16)],
+    80: [("llama-3.1-8b", 1, 600), ("llama-3.1-8b", 8, 4)],
+    100: [("llama-3.1-8b", 1, 600)],
+}
 
 
 @pytest.fixture(scope="module", params=CONFIGURATIONS, ids="sm_{}".format)
 def compiled(request: pytest.FixtureRequest) -> list[tuple[Any, Any]]:
     architecture = request.param
     launches = [launch for case in CONFIGURATIONS[architecture] for launch in decode_step(*case, architecture)]
+    launches += [launch for case in PROMPTS[architecture] for launch in prompts(*case, architecture)]
     launches += sampling(*SAMPLING[architecture], architecture)
     unique = list({launch.key: launch for launch in launches}.values())
     results = aot.compile_everywhere(unique, (architecture,), len(os.sched_getaffinity(0)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.kernels._attention_plan import attention_plan
+from ostinato.kernels._attention_plan import attention_plan, prefill_plan
 from ostinato.kernels._linear_plan import TABLES, LinearPlan, linear_plan
 from ostinato.model import SHAPES
 
@@ -81,6 +81,21 @@ def test_attention_plan(device: str) -> None:
             else:
                 # Keys and values of all stages but one lie in shared memory, beside what a tile needs to change layout.
                 assert 2 * tile * (plan.num_stages - 1) + tile // 2 <= shared_memory
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_plan(device: str) -> None:
+    multiprocessors, shared_memory = DEVICES[device]
+    batches = [(1, 1), (5, 1), (128, 1), (8192, 1), (32, 8), (128, 8), (4096, 256)]
+    for (tokens, seqs), group, head_dim, size in itertools.product(batches, [1, 3, 24], [16, 80, 128, 256], [2, 4]):
+        for kv_heads, max_keys in itertools.product([1, 8], [1, 1000, 131072]):
+            plan = prefill_plan(tokens, seqs, kv_heads, group, head_dim, size, max_keys, multiprocessors, shared_memory)
+            assert all(map(power_of_two, (plan.block_m, plan.block_n, plan.num_warps, plan.splits)))
+            assert min(plan.block_m, plan.block_n) >= 16, "a matrix product has 16 rows and keys at least"
+            assert plan.block_m <= max(16, 2 * -(-tokens // seqs) * group), "half a tile is empty"
+            assert plan.splits == 1 or (plan.splits - 1) * plan.block_n < max_keys, "a share has no tile"
+            row = size * max(64, 1 << (head_dim - 1).bit_length())
+            assert plan.block_m * row + 2 * plan.block_n * row * (plan.num_stages - 1) <= shared_memory
 
 
 def test_the_page_shows_the_attention_plans_that_ship() -> None:

@@ -385,3 +385,26 @@ def test_on_a_gpu(
     for seq, prompt in enumerate(prompts):
         actual = torch.cat((prefilled[seq], decoded[seq : seq + 1]))
         assert relative_error(actual, dense_logits(decoder, prompt)) < bound
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fields", [{}, {"sliding_window": 50}, {"qk_norm": "head"}], ids=["plain", "window", "norms"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=named)
+def test_every_way_to_feed_a_prompt_to_the_kernels(
+    dtype: torch.dtype, fields: dict[str, Any], random_decoder: Make, player: Callable[..., Any], relative_error: Error
+) -> None:
+    """Whole, in long and in short chunks, token by token: heads of a size that the kernels are built for."""
+    sizes = {"head_dim": 64, "hidden_size": 96, "num_heads": 8, "max_position": 256}
+    decoder, exact = (random_decoder(kind, "cuda", **sizes, **fields) for kind in (dtype, torch.float64))
+    for parameter, same in zip(decoder.parameters(), exact.parameters(), strict=True):
+        same.copy_(parameter)
+    prompts = [tokens(200), tokens(90, seed=1)]
+    truth = torch.cat(player(exact, 2, 256, 16).prefill(prompts))
+    for cuts in ([0, 200], [0, 64, 65, 140, 200], [*range(0, 200, 5), 200]):
+        playing = player(decoder, 2, 256, 16)
+        parts = [playing.prefill([prompt[a:b] for prompt in prompts]) for a, b in pairwise(cuts)]
+        logits = torch.cat([torch.cat(chunks) for chunks in zip(*parts, strict=True)])
+        assert relative_error(logits, truth) < TOLERANCE[dtype]
+    playing = player(decoder, 1, 256, 16)
+    stepwise = torch.cat([playing.decode([token_id]) for token_id in prompts[1]])
+    assert relative_error(stepwise, truth[200:]) < TOLERANCE[dtype]

@@ -123,6 +123,24 @@ def test_rotary_attention_decode(
     assert_near(q_two, rotary_kv_write_ref(qkv.double(), cos, sin, batch.slots, k_truth, v_truth, **wide))
 
 
+def test_many_tokens_are_written_by_several_heads_a_program(
+    draw: Draw, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bits as of one head a program, whatever is left over of each kind."""
+    qkv, cache = draw(3, (7 + 2 * 3) * 24), kv_cache_shape(4, 16, 3, 24)
+    angle = torch.rand(3, 12, device=qkv.device) * 6
+    slots = torch.tensor([17, 63, 32], device=qkv.device)
+    results = []
+    for heads in (1, 4):
+        monkeypatch.setattr(sys.modules["ostinato.kernels.rotary_kv_write"], "heads_of_a_program", lambda *_: heads)  # noqa: B023
+        k_cache, v_cache = (torch.zeros(cache, dtype=dtype, device=qkv.device) for _ in "kv")
+        q = rotary_kv_write(qkv, angle.cos(), angle.sin(), slots, k_cache, v_cache)
+        results.append((q, k_cache, v_cache))
+    for one, several in zip(*results, strict=True):
+        assert torch.equal(one, several)
+    assert results[0][0].any()
+
+
 PLANS = {
     "registers": AttentionPlan(16, 2, 1, 4),
     "registers-many": AttentionPlan(32, 2, 1, 32),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ostinato import kernels as k
 from ostinato.kernels import _triton
-from ostinato.kernels._attention_plan import AttentionPlan
+from ostinato.kernels._attention_plan import AttentionPlan, PrefillPlan
 from ostinato.kernels._linear_plan import LinearPlan
 from ostinato.kernels._triton import tl, triton
 from ostinato.kernels.linear import linear_planned
@@ -80,6 +80,22 @@ def attention_case(
     if lengths:
         return lambda: torch.randint(1, keys, (2,), dtype=torch.int32, device="cuda"), lambda x: attend(rows, x)
     return lambda: cuda(2, 12 * 64), lambda x: attend(x, lens)
+
+
+def prefill_case(plan: PrefillPlan, lengths: bool) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    """Of the queries, or of the lengths: 20 tokens each of three sequences."""
+    k_cache, v_cache = cuda(50, 2, 16, 64), cuda(50, 2, 16, 64)
+    tables = (torch.randperm(48).view(3, 16) + 2).to("cuda", torch.int32)
+    offsets = torch.tensor([0, 20, 40, 60], dtype=torch.int32, device="cuda")
+    rows, lens = cuda(60, 8, 64), torch.tensor([250, 20, 99], dtype=torch.int32, device="cuda")
+
+    def attend(q: Tensor, lens: Tensor) -> Tensor:
+        with mock.patch.object(sys.modules["ostinato.kernels.attention_prefill"], "prefill_plan", return_value=plan):
+            return k.attention_prefill(q, k_cache, v_cache, tables, lens, offsets, 0.125)
+
+    if lengths:
+        return lambda: torch.randint(20, 250, (3,), dtype=torch.int32, device="cuda"), lambda x: attend(rows, x)
+    return lambda: cuda(60, 8, 64), lambda x: attend(x, lens)
 
 
 def rotary_kv_write_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
@@ -169,6 +185,9 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Tensor], Call
     for name, plan in PLANS.items():
         yield f"attention-{name}", lambda plan=plan: attention_case(3000, plan)
         yield f"attention-{name}-lengths", lambda plan=plan: attention_case(1000, plan, lengths=True)
+    for name, prefill in (("whole", PrefillPlan(64, 64, 4, 3, 1)), ("shares", PrefillPlan(16, 64, 2, 4, 4))):
+        yield f"prefill-{name}", lambda plan=prefill: prefill_case(plan, lengths=False)
+        yield f"prefill-{name}-lengths", lambda plan=prefill: prefill_case(plan, lengths=True)
     yield "rotary-kv-write", rotary_kv_write_case
     yield "rotary-rows", rotary_rows_case
     yield "slot-mapping", lambda: slot_mapping_case(packed=False)
