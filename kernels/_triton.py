@@ -11,8 +11,8 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_TRITON", "INTERPRETED", "device_name", "has_pdl", "num_multiprocessors", "on_triton", "shared_memory",
-           "tl", "triton"]  # fmt: skip
+__all__ = ["HAVE_TRITON", "INTERPRETED", "cdiv", "device_name", "has_pdl", "next_power_of_2", "num_multiprocessors",
+           "on_triton", "shared_memory", "tl", "triton"]  # fmt: skip
 
 try:
     import triton
@@ -56,6 +56,16 @@ def on_triton(x: Tensor) -> bool:
     if x.is_cuda and not HAVE_TRITON:
         raise ImportError("tensors on a CUDA device need Triton: pip install triton")
     return x.is_cuda or INTERPRETED
+
+
+def cdiv(number: int, size: int) -> int:
+    """`number / size`, rounded up. For launchers: one call of Triton's own takes as long as a fifth of a launch."""
+    return -(-number // size)
+
+
+def next_power_of_2(number: int) -> int:
+    """The least power of two that is not below `number`, which is positive; see `cdiv`."""
+    return 1 << (number - 1).bit_length()
 
 
 @cache

@@ -76,7 +76,7 @@ def greedy(logits: Tensor, *, vocab_limit: int | None = None, out: Tensor | None
     if num_rows == 0:
         return out
     block = 4096
-    num_chunks = triton.cdiv(limit, block)
+    num_chunks = _triton.cdiv(limit, block)
     values = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=logits.device)
     ids = torch.empty((num_rows, num_chunks), dtype=torch.int32, device=logits.device)
     pdl = _triton.has_pdl(logits.device)
@@ -84,6 +84,6 @@ def greedy(logits: Tensor, *, vocab_limit: int | None = None, out: Tensor | None
         logits, values, ids, limit, num_chunks, logits.stride(0), BLOCK=block, PDL=pdl, num_warps=8, launch_pdl=pdl
     )
     _greedy_merge_kernel[(num_rows,)](
-        values, ids, out, num_chunks, BLOCK=triton.next_power_of_2(num_chunks), PDL=pdl, num_warps=1, launch_pdl=pdl
+        values, ids, out, num_chunks, BLOCK=_triton.next_power_of_2(num_chunks), PDL=pdl, num_warps=1, launch_pdl=pdl
     )
     return out

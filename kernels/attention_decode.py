@@ -9,7 +9,6 @@ from torch import Tensor
 from . import _triton
 from ._attention_kernel import attention_kernel, attention_merge_kernel
 from ._attention_plan import attention_plan
-from ._triton import triton
 from .rotary_kv_write import check_rotary, rotary_kv_write_ref
 
 HEAD_DIMS = range(16, 257)
@@ -199,7 +198,7 @@ def _launch(
         stats = torch.empty(num_seqs * num_heads * plan.splits * 2, dtype=torch.float32, device=q.device)
     pdl = _triton.has_pdl(q.device)
     common = {
-        "D": head_dim, "WINDOW": window or 0, "BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_N": plan.block_n,
+        "D": head_dim, "WINDOW": window or 0, "BLOCK_D": _triton.next_power_of_2(head_dim), "BLOCK_N": plan.block_n,
         "SPLITS": plan.splits, "FUSED": bool(rotary), "PDL": pdl, "launch_pdl": pdl,
     }  # fmt: skip
     unfused = {"cos_ptr": None, "sin_ptr": None, "slot_ptr": None, "q_norm_ptr": None, "k_norm_ptr": None,
@@ -208,7 +207,7 @@ def _launch(
         q, k_cache, v_cache, block_tables, seq_lens, out, partial, stats,
         q_stride=q.stride(0), q_head_stride=0 if rotary else q.stride(1), table_stride=block_tables.stride(0),
         out_stride=out.stride(0), out_head_stride=out.stride(1), table_reach=reach, scale=scale,
-        GROUP=group, KV_BLOCK=block_size, BLOCK_G=max(16, triton.next_power_of_2(group)), STAGES=plan.num_stages,
+        GROUP=group, KV_BLOCK=block_size, BLOCK_G=max(16, _triton.next_power_of_2(group)), STAGES=plan.num_stages,
         num_warps=plan.num_warps, **(rows | unfused | rotary | common),
     )  # fmt: skip
     if plan.splits > 1:

@@ -7,7 +7,6 @@ from torch import Tensor
 from . import _triton
 from ._attention_plan import prefill_plan
 from ._prefill_kernel import prefill_kernel, prefill_merge_kernel
-from ._triton import triton
 from .attention_decode import HEAD_DIMS, gather_blocks
 
 
@@ -125,7 +124,7 @@ def attention_prefill(
         partial = torch.empty(num_tokens * num_heads * plan.splits * head_dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(num_tokens * num_heads * plan.splits * 2, dtype=torch.float32, device=q.device)
     pdl = _triton.has_pdl(q.device)
-    common = {"D": head_dim, "BLOCK_D": triton.next_power_of_2(head_dim), "PDL": pdl, "launch_pdl": pdl}
+    common = {"D": head_dim, "BLOCK_D": _triton.next_power_of_2(head_dim), "PDL": pdl, "launch_pdl": pdl}
     num_tiles = num_tokens * group // plan.block_m + num_seqs + 1  # see `_sequence`; the last is for padding
     prefill_kernel[(num_tiles * num_kv_heads, plan.splits)](
         q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out, partial, stats,

@@ -71,5 +71,6 @@ def commit(sampled: Tensor, token_ids: Tensor, positions: Tensor, seq_lens: Tens
     pdl = _triton.has_pdl(sampled.device)
     _commit_kernel[(1,)](
         sampled, token_ids, positions, seq_lens, ring, step, num_rows, ring.shape[0], ring.stride(0),
-        BLOCK=max(32, triton.next_power_of_2(num_rows)), PDL=pdl, num_warps=1 if num_rows <= 128 else 4, launch_pdl=pdl,
+        BLOCK=max(32, _triton.next_power_of_2(num_rows)), PDL=pdl,
+        num_warps=1 if num_rows <= 128 else 4, launch_pdl=pdl,
     )  # fmt: skip

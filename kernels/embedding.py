@@ -52,9 +52,9 @@ def embedding(token_ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Ten
     assert weight.stride(1) == out.stride(1) == 1, "columns must be contiguous"
     if num_tokens == 0:
         return out
-    block = min(1024, triton.next_power_of_2(size))
+    block = min(1024, _triton.next_power_of_2(size))
     pdl = _triton.has_pdl(weight.device)
-    _embedding_kernel[(num_tokens, triton.cdiv(size, block))](
+    _embedding_kernel[(num_tokens, _triton.cdiv(size, block))](
         token_ids, weight, out, size, weight.stride(0), out.stride(0), float(scale), BLOCK=block, PDL=pdl, num_warps=4,
         launch_pdl=pdl,
     )  # fmt: skip

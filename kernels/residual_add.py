@@ -85,7 +85,7 @@ def residual_add(
     if num_tokens == 0:
         return out
     pdl = _triton.has_pdl(x.device)
-    block = triton.next_power_of_2(size)
+    block = _triton.next_power_of_2(size)
     _residual_add_kernel[(num_tokens,)](
         x, residual, norm_weight, out, size, x.stride(0), residual.stride(0), out.stride(0), float(scale), norm_eps,
         BLOCK=block, HAS_NORM=norm_weight is not None, PDL=pdl,

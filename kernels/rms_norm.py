@@ -119,7 +119,7 @@ def _launch(
     if num_rows == 0:
         return
     pdl = _triton.has_pdl(x.device)
-    block = triton.next_power_of_2(size)
+    block = _triton.next_power_of_2(size)
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, out_sum, size, x.shape[1] if x.dim() == 3 else 1, *strides, eps,
         BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl,

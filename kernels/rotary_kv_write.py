@@ -177,11 +177,11 @@ def rotary_kv_write(
         return out
     pdl = _triton.has_pdl(qkv.device)
     rows = heads_of_a_program(num_tokens, num_heads, num_kv_heads)
-    _rotary_kv_write_kernel[(num_tokens, triton.cdiv(num_heads, rows) + 2 * triton.cdiv(num_kv_heads, rows))](
+    _rotary_kv_write_kernel[(num_tokens, _triton.cdiv(num_heads, rows) + 2 * _triton.cdiv(num_kv_heads, rows))](
         qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, out,
         num_heads, num_kv_heads, qkv.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], *out.stride()[:2],
         norm_eps,
-        D=head_dim, ROTARY_DIM=2 * cos.shape[1], BLOCK_D=triton.next_power_of_2(head_dim), KV_BLOCK=block_size,
+        D=head_dim, ROTARY_DIM=2 * cos.shape[1], BLOCK_D=_triton.next_power_of_2(head_dim), KV_BLOCK=block_size,
         ROWS=rows, HAS_NORM=q_norm_weight is not None, PDL=pdl, num_warps=1 if rows == 1 else 2, launch_pdl=pdl,
     )  # fmt: skip
     return out

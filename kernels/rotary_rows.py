@@ -66,7 +66,7 @@ def rotary_rows(
         return out
     pdl = _triton.has_pdl(positions.device)
     _rotary_rows_kernel[(num_tokens,)](
-        positions, cos, sin, *out, cos.shape[0] - 1, SIZE=size, BLOCK=triton.next_power_of_2(size), PDL=pdl,
+        positions, cos, sin, *out, cos.shape[0] - 1, SIZE=size, BLOCK=_triton.next_power_of_2(size), PDL=pdl,
         num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
     return out

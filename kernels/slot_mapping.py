@@ -96,12 +96,12 @@ def slot_mapping(
         assert cu_seqlens_q.is_contiguous(), "query offsets must be contiguous"
     if num_tokens == 0:
         return out
-    block = min(128, triton.next_power_of_2(num_tokens))
+    block = min(128, _triton.next_power_of_2(num_tokens))
     pdl = _triton.has_pdl(positions.device)
-    _slot_mapping_kernel[(triton.cdiv(num_tokens, block),)](
+    _slot_mapping_kernel[(_triton.cdiv(num_tokens, block),)](
         positions, block_tables, cu_seqlens_q, out, num_tokens, num_seqs, num_columns, block_tables.stride(0),
         KV_BLOCK=block_size, SINK=SINK_BLOCK, PACKED=cu_seqlens_q is not None, BLOCK=block,
-        BLOCK_SEQS=min(128, triton.next_power_of_2(num_seqs)), PDL=pdl, num_warps=1 if block <= 32 else 4,
+        BLOCK_SEQS=min(128, _triton.next_power_of_2(num_seqs)), PDL=pdl, num_warps=1 if block <= 32 else 4,
         launch_pdl=pdl,
     )  # fmt: skip
     return out

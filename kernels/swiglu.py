@@ -49,8 +49,8 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     assert out.shape == (num_tokens, size), f"out must be {num_tokens} x {size}, not {tuple(out.shape)}"
     assert gate_up.stride(1) == out.stride(1) == 1, "columns must be contiguous"
     pdl = _triton.has_pdl(gate_up.device)
-    block = min(1024, triton.next_power_of_2(size))
-    _swiglu_kernel[(num_tokens, triton.cdiv(size, block))](
+    block = min(1024, _triton.next_power_of_2(size))
+    _swiglu_kernel[(num_tokens, _triton.cdiv(size, block))](
         gate_up, out, size, gate_up.stride(0), out.stride(0), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
     )
     return out

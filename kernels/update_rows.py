@@ -69,5 +69,5 @@ def update_rows(updates: Tensor, token_ids: Tensor, positions: Tensor, seq_lens:
     pdl = _triton.has_pdl(token_ids.device)
     _update_rows_kernel[(updates.shape[0],)](
         updates, token_ids, positions, seq_lens, block_tables, num_columns, updates.stride(0), block_tables.stride(0),
-        BLOCK=min(1024, triton.next_power_of_2(num_columns)), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        BLOCK=min(1024, _triton.next_power_of_2(num_columns)), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
