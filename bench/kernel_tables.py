@@ -1,12 +1,11 @@
 """docs/kernels.md out of the records in bench/results: `ostinato report` writes what this prints."""
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parent / "results"
-TITLES = {"llama-3.2-1b": "Llama-3.2-1B", "llama-3.1-8b": "Llama-3.1-8B"}
+from prefill_tables import prefill
+from records import TITLES, environment, runs
+
 # Cells of bench/sweep_attention.py: the plan that ships (a test compares), and the head size.
 ATTENTION = {
     "1b-1x1k": ("n64w4s1x16", 64),
@@ -57,6 +56,7 @@ y = linear(x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=True)
 | `rotary_kv_write` | `kernels/rotary_kv_write.py` | q/k norm, rotation, keys and values into the paged cache |
 | `rotary_attention_decode` | `kernels/attention_decode.py` | the same and attention; a second launch merges shares |
 | `attention_decode` | `kernels/attention_decode.py` | attention alone |
+| `attention_prefill` | `kernels/attention_prefill.py` | the same for any number of queries a sequence, causal |
 | `swiglu` | `kernels/swiglu.py` | the activation where it is not fused |
 | `greedy` | `kernels/argmax.py` | the greedy token, in two launches |
 | `sample_rows` | `kernels/sample_rows.py` | tokens of rows of any kind, two to six launches; **not yet on a GPU** |
@@ -67,6 +67,9 @@ A layer of a decode step is five or six launches: `linear` (norm and qkv), `rota
 the merge), `linear` (o and residual), `linear` (norm, gate and up, SwiGLU), `linear` (down and residual). All of them
 use programmatic dependent launch: a kernel is let in while its predecessor drains, asks for its first weights, and only
 then waits. The KV cache is `[num_blocks, num_kv_heads, block_size, head_dim]`.
+
+A layer of a prompt has `rotary_kv_write` and `attention_prefill` in the middle. Above some tens of tokens cuBLAS does
+the products, `rms_norm` and `swiglu` are launches of their own, and the residual is the product's addend.
 
 ## Sampling
 
@@ -136,20 +139,6 @@ on a card with a ceiling of 4.564 TB/s it took 3474 and 3486 µs (94.6 and 94.2 
 on one with 4.660 TB/s 3445 µs (93.5 %). On the latter, replays come in lengths near 3432, 3455 and 3478 µs for very
 different plans, as if something waited for a tick of 22.7 µs.
 """
-
-
-def runs(name: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The header and the cells of one file of records."""
-    lines = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    cells = {line["id"]: line for line in lines if "id" in line}
-    return next(line for line in lines if "read_ceiling" in line), cells
-
-
-def environment(header: dict[str, Any]) -> str:
-    return (
-        f"{header['device']}, torch {header['torch']}, Triton {header['triton']}, {header['date'][:10]}; "
-        f"read ceiling {header['read_ceiling'] / 1e12:.3f} TB/s."
-    )
 
 
 def rate(cell: dict[str, Any]) -> str:
@@ -304,7 +293,8 @@ def steps() -> Iterator[str]:
 
 
 def page() -> str:
-    return "\n".join([INTRODUCTION, *one_token(), *some_tokens(), *crossovers(), *attention(), *steps(), *tried(), ""])
+    parts = (one_token(), some_tokens(), crossovers(), attention(), prefill(), steps(), tried())
+    return "\n".join([INTRODUCTION, *(line for part in parts for line in part), ""])
 
 
 if __name__ == "__main__":

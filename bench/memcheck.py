@@ -61,6 +61,9 @@ def cases(device: str) -> Iterator[str]:
         qkv = torch.ones(batch, (MODEL.num_heads + 2 * MODEL.num_kv_heads) * MODEL.head_dim, dtype=BF16).to(device)
         q = kernels.rotary_kv_write(qkv, pre.cos, pre.sin, pre.slot_mapping, cache.k[0], cache.v[0])
         kernels.attention_decode(q, cache.k[0], cache.v[0], tables, lens, 0.1, window=50)
+        few = torch.tensor([0, batch // 2, *[batch] * (batch - 1)], dtype=torch.int32).to(device)
+        for which in (offsets, few):
+            kernels.attention_prefill(q, cache.k[0], cache.v[0], tables, lens, which, 0.1)
         yield f"the rest, {batch} rows"
 
 
