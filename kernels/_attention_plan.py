@@ -72,29 +72,30 @@ def prefill_plan(
 ) -> PrefillPlan:  # fmt: skip
     """The plan for a batch. Its lengths are on the device: what counts here is their mean, and the most keys.
 
-    Few rows (verification) read their keys at the memory's speed, like a decode, and have its plan. With many, tensor
-    cores are what is scarce.
+    Few rows (verification) read their keys at the memory's speed, like a decode; for many, tensor cores are what is
+    scarce, and on an H200 four warps with 64 rows and 64 keys were the best of all tiles, for heads of 64 and of 128.
 
     Args:
         group: query heads of a KV head.
         max_keys, multiprocessors, shared_memory: as in `attention_plan`.
     """
     rows = -(-num_tokens // num_seqs) * group
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or element_size > 2 else 64
     row_bytes = element_size * (1 << (max(64, head_dim) - 1).bit_length())
-    if element_size > 2:  # without tensor cores
-        block_m, block_n, num_warps, num_stages = 16 if rows <= 16 else 32, 16, 8, 2
-    elif rows <= 32:
-        block_m, block_n, num_warps = 16 if rows <= 16 else 32, max(16, 8192 // row_bytes), 2
-        num_stages = 4 if shared_memory >= 163840 else 3
-    elif shared_memory < 200_000:  # operands of a product are held in registers
-        block_m, block_n, num_warps = 64, 64 if row_bytes <= 128 else 32, 4 if row_bytes <= 256 else 8
-        num_stages = 3 if row_bytes <= 256 else 2
-    else:
-        block_m, block_n, num_stages = 64 if rows <= 64 or row_bytes > 256 else 128, 64 if row_bytes <= 256 else 32, 3
-        num_warps = 8 if block_m == 128 and row_bytes > 128 else 4
+    narrow = row_bytes <= 128
     programs = num_seqs * num_kv_heads * -(-rows // block_m)
-    wanted, least = (4 * multiprocessors, block_n) if rows <= 32 else (multiprocessors, 512)
-    return PrefillPlan(block_m, block_n, num_warps, num_stages, _splits(wanted // programs, max_keys, least))
+    few = 4 if block_m < 64 else 2  # programs that a multiprocessor has room for
+    wanted = few * multiprocessors // programs if rows <= 64 else multiprocessors // programs // 2
+    if element_size > 2:  # without tensor cores
+        return PrefillPlan(block_m, 16, 8, 2, _splits(wanted, max_keys, 16))
+    if block_m < 64:
+        stages = 4 if shared_memory >= 163840 else 3
+        block_n = max(16, 8192 // row_bytes)
+        return PrefillPlan(block_m, block_n, 4, stages, _splits(wanted, max_keys, block_n))
+    # Where products cannot read their operands from shared memory, registers are for fewer keys.
+    block_n = 64 if narrow or (row_bytes <= 256 and shared_memory >= 200_000) else 32
+    num_warps, num_stages = (4, 3) if row_bytes <= 256 or shared_memory >= 200_000 else (8, 2)
+    return PrefillPlan(block_m, block_n, num_warps, num_stages, _splits(wanted, max_keys, 256))
 
 
 def _splits(wanted: int, max_keys: int, least: int) -> int:

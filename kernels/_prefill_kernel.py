@@ -40,53 +40,44 @@ def _attend(
 
 @triton.jit
 @no_type_check
-def _sequence(offsets_ptr, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence that a tile of rows belongs to; `num_seqs` for those behind the last one.
+def _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sequence that a tile of rows belongs to, and how many of its tiles lie before that one.
 
-    A sequence has its first tile at (first query * GROUP) // BLOCK_M + its index, which leaves each as many as it
-    needs: the host knows a bound of their number from the number of tokens, and the device needs no list of them.
+    Sequences have their tiles one behind the other. Padding counts as one more, `num_seqs`, without keys; a tile
+    behind the last one is in no sequence, and gets a higher number.
     """
     CHUNK: tl.constexpr = 128
-    seq = 0
-    for first in range(1, num_seqs + 1, CHUNK):
+    seq, before, so_far = 0, 0, 0
+    for first in range(0, num_seqs + 1, CHUNK):
         index = first + tl.arange(0, CHUNK)
-        offset = tl.load(offsets_ptr + index, mask=index <= num_seqs, other=0)
-        seq += tl.sum(((index <= num_seqs) & (offset * GROUP // BLOCK_M + index <= tile)).to(tl.int32), 0)
-    return seq
+        start = tl.load(offsets_ptr + index, mask=index <= num_seqs, other=num_tokens)
+        stop = tl.load(offsets_ptr + index + 1, mask=index < num_seqs, other=num_tokens)
+        tiles = ((stop - start) * GROUP + BLOCK_M - 1) // BLOCK_M
+        behind = so_far + tl.cumsum(tiles, 0) <= tile
+        seq += tl.sum(behind.to(tl.int32), 0)
+        before += tl.sum(tl.where(behind, tiles, 0), 0)
+        so_far += tl.sum(tiles, 0)
+    return seq, tile - before
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_seqs"])
+@triton.jit
 @no_type_check
-def prefill_kernel(
-    # pointers
+def _attend_rows(
     q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, seq_lens_ptr, offsets_ptr, out_ptr, partial_ptr, stats_ptr,
-    # strides in elements, of caches in rows of D elements
     q_stride, q_head_stride, block_rows, head_rows, table_stride, out_stride, out_head_stride,
-    # scalars
-    num_tokens, num_seqs, num_kv_heads, scale,
-    # shapes and switches
+    num_tokens, num_seqs, num_kv_heads, scale, seq, nth, kv_head, split,
     D: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """A program takes BLOCK_M rows of one KV head of one sequence, a row being one query head of one token.
+    """One tile of rows of a sequence, the `nth` from its end, with one KV head, over one share of the keys.
 
-    The tiles with the most keys begin first. Padding counts as one more sequence, without keys. All rows see most of
-    the keys, which need no mask: it is for those at the end and, with a window, at the start.
-    With SHARED the keys are shared out to as many programs as the grid has in its second dimension, for the merge.
+    All rows see most of the keys, which need no mask: it is for those at the end and, with a window, at the start.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    index = tl.num_programs(0) - 1 - tl.program_id(0)
-    tile, kv_head, split = index // num_kv_heads, index % num_kv_heads, tl.program_id(1)
-    seq = _sequence(offsets_ptr, num_seqs, tile, GROUP, BLOCK_M)
     first_token = tl.load(offsets_ptr + seq)
     num_queries = tl.load(offsets_ptr + seq + 1, mask=seq < num_seqs, other=num_tokens) - first_token
     seq_len = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
-    first_row = (tile - first_token * GROUP // BLOCK_M - seq) * BLOCK_M
     num_rows = num_queries * GROUP
-    if first_row >= num_rows:
-        return
+    first_row = (tl.cdiv(num_rows, BLOCK_M) - 1 - nth) * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     token = (first_token + row // GROUP).to(tl.int64)
@@ -142,6 +133,49 @@ def prefill_kernel(
         result = acc / tl.where(running_sum > 0.0, running_sum, 1.0)[:, None]
         pointers = out_ptr + token[:, None] * out_stride + head[:, None] * out_head_stride + d[None, :]
         tl.store(pointers, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["table_stride", "num_tokens", "num_seqs"])
+@no_type_check
+def prefill_kernel(
+    # pointers
+    q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, seq_lens_ptr, offsets_ptr, out_ptr, partial_ptr, stats_ptr,
+    # strides in elements, of caches in rows of D elements
+    q_stride, q_head_stride, block_rows, head_rows, table_stride, out_stride, out_head_stride,
+    # scalars
+    num_tokens, num_seqs, num_kv_heads, scale,
+    # shapes and switches
+    D: tl.constexpr, GROUP: tl.constexpr, KV_BLOCK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program takes BLOCK_M rows of one KV head of one sequence, a row being one query head of one token.
+
+    Of a sequence, tiles with more keys come first. How many tiles there are, the device finds out.
+    With SHARED the keys are shared out to as many programs as the grid has in its second dimension, for the merge,
+    and a program takes further tiles if there are more than the grid was made for.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    tile, kv_head, split = tl.program_id(0) // num_kv_heads, tl.program_id(0) % num_kv_heads, tl.program_id(1)
+    seq, nth = _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP, BLOCK_M)
+    if SHARED:
+        while seq <= num_seqs:
+            _attend_rows(
+                q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, seq_lens_ptr, offsets_ptr, out_ptr, partial_ptr, stats_ptr,
+                q_stride, q_head_stride, block_rows, head_rows, table_stride, out_stride, out_head_stride,
+                num_tokens, num_seqs, num_kv_heads, scale, seq, nth, kv_head, split,
+                D, GROUP, KV_BLOCK, WINDOW, BLOCK_M, BLOCK_D, BLOCK_N, STAGES, SHARED,
+            )  # fmt: skip
+            tile += tl.num_programs(0) // num_kv_heads
+            seq, nth = _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP, BLOCK_M)
+    elif seq <= num_seqs:
+        _attend_rows(
+            q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, seq_lens_ptr, offsets_ptr, out_ptr, partial_ptr, stats_ptr,
+            q_stride, q_head_stride, block_rows, head_rows, table_stride, out_stride, out_head_stride,
+            num_tokens, num_seqs, num_kv_heads, scale, seq, nth, kv_head, split,
+            D, GROUP, KV_BLOCK, WINDOW, BLOCK_M, BLOCK_D, BLOCK_N, STAGES, SHARED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["splits"])

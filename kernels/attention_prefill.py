@@ -125,7 +125,9 @@ def attention_prefill(
         stats = torch.empty(num_tokens * num_heads * plan.splits * 2, dtype=torch.float32, device=q.device)
     pdl = _triton.has_pdl(q.device)
     common = {"D": head_dim, "BLOCK_D": _triton.next_power_of_2(head_dim), "PDL": pdl, "launch_pdl": pdl}
-    num_tiles = num_tokens * group // plan.block_m + num_seqs + 1  # see `_sequence`; the last is for padding
+    # Shares are for few queries, which most often are as many in every sequence; else there is room for all cases.
+    alike = num_seqs * _triton.cdiv(_triton.cdiv(num_tokens, num_seqs) * group, plan.block_m)
+    num_tiles = alike if plan.splits > 1 else num_tokens * group // plan.block_m + num_seqs + 1
     prefill_kernel[(num_tiles * num_kv_heads, plan.splits)](
         q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out, partial, stats,
         *q.stride()[:2], block_stride // head_dim, head_stride // head_dim, block_tables.stride(0), *out.stride()[:2],
