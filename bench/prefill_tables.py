@@ -74,9 +74,12 @@ def verification(cells: Cells) -> Iterator[str]:
 
 
 def shipped(cells: Cells, prefix: str) -> Cells:
-    """The records of the plan that ships, by the name of their cell."""
+    """The records of the plan that shipped when it ran, by the name of their cell, in order of size."""
     chosen = {name.rsplit("/", 1)[0]: cell for name, cell in cells.items() if cell.get("ships")}
-    return {name: cell for name, cell in chosen.items() if name.startswith(prefix)}
+    names = sorted(
+        (name for name in chosen if name.startswith(prefix)), key=lambda name: (head_dim(name), numbers(name))
+    )
+    return {name: chosen[name] for name in names}
 
 
 def plan(cell: dict[str, Any]) -> str:
