@@ -34,7 +34,7 @@ class CapturingRunner(Protocol):
     def bucket_keys(self) -> list[BucketKey]:
         """In the order of the configs, equal on every rank."""
 
-    def warm_up(self, key: BucketKey) -> None: ...
+    def warm_up(self, key: BucketKey, times: int | None = None) -> None: ...
     def capture(self, key: BucketKey) -> None: ...
     def drop(self, key: BucketKey, reason: Reason, detail: str) -> None: ...
     def slots(self, key: BucketKey) -> list[CudaGraphSlot]: ...
@@ -76,7 +76,12 @@ class Capturer:
             self._warm_up(runner, key)
 
     def capture(
-        self, runners: Sequence[CapturingRunner], *, warm: bool = False, progress: Progress | None = None
+        self,
+        runners: Sequence[CapturingRunner],
+        *,
+        warm: bool = False,
+        num_warmups: int | None = None,
+        progress: Progress | None = None,
     ) -> CaptureSummary:
         """Capture every bucket of the runners, largest first over all of them.
 
@@ -84,6 +89,7 @@ class Capturer:
 
         Args:
             warm: the buckets have been warmed up before.
+            num_warmups: eager runs before each capture; None: as many as the runner is used to.
             progress: called with (buckets done, buckets in all).
         """
         started, before = time.perf_counter(), self._backend.memory_bytes()
@@ -91,7 +97,7 @@ class Capturer:
         captured: set[tuple[str, BucketKey]] = set()
         with collector_off():
             for index, (runner, key) in enumerate(todo):
-                is_warm = warm or self._warm_up(runner, key)
+                is_warm = warm or self._warm_up(runner, key, num_warmups)
                 # As many barriers on every rank, whatever failed where; no work is left running when a capture begins.
                 self._backend.synchronize()
                 barrier(self._comm_group)
@@ -118,9 +124,9 @@ class Capturer:
         runner.finish_capture()
         return agreed
 
-    def _warm_up(self, runner: CapturingRunner, key: BucketKey) -> bool:
+    def _warm_up(self, runner: CapturingRunner, key: BucketKey, times: int | None = None) -> bool:
         started = time.perf_counter()
-        is_warm = self._try(runner, key, runner.warm_up)
+        is_warm = self._try(runner, key, lambda key: runner.warm_up(key, times))
         self._warm_seconds[runner.name, key] = time.perf_counter() - started
         return is_warm
 

@@ -128,10 +128,10 @@ class CudaGraphRunner:
     def bucket_keys(self) -> list[BucketKey]:
         return list(self._wanted)
 
-    def warm_up(self, key: BucketKey) -> None:
-        """Run a bucket eagerly on padding rows, on the capture stream."""
+    def warm_up(self, key: BucketKey, times: int | None = None) -> None:
+        """Run a bucket eagerly on padding rows, on the capture stream; `NUM_WARMUP` times unless told."""
         for slot in range(self._num_slots):
-            for _ in range(1 if self._resources.is_rehearsed else self.NUM_WARMUP):
+            for _ in range(times or self.NUM_WARMUP):
                 step = self._plan_dummies(key, slot)
                 with self._resources.backend.on_capture_stream(), self._autocast():
                     outputs = self._submodule.forward(key, self._submodule.static_inputs(key))

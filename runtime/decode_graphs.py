@@ -51,7 +51,6 @@ class GraphSettings:
 
     Attributes:
         sizes: batch sizes to capture.
-        is_rehearsed: as of `GraphResources`.
     """
 
     sizes: tuple[int, ...]
@@ -59,7 +58,6 @@ class GraphSettings:
     budget_bytes: int | None = None
     comm_group: Any = None
     enable_nvtx: bool = False
-    is_rehearsed: bool = False
 
 
 class DecodeGraphs:
@@ -75,7 +73,7 @@ class DecodeGraphs:
         self.pieces = pieces
         self._device = backend.device
         buffers, sizes = StaticBuffers(backend.device), settings.sizes
-        self.resources = GraphResources(backend, backend.new_pool(), buffers, is_rehearsed=settings.is_rehearsed)
+        self.resources = GraphResources(backend, backend.new_pool(), buffers)
         self._capturer = Capturer(backend, backend.device, settings.comm_group, settings.budget_bytes)
         self.whole = CudaGraphRunner(
             "decode",
@@ -125,10 +123,12 @@ class DecodeGraphs:
     def runners(self) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
         return [self.whole, *self.regions]
 
-    def capture_path(self, path: Path, progress: Progress | None = None) -> CaptureSummary:
+    def capture_path(
+        self, path: Path, progress: Progress | None = None, num_warmups: int | None = None
+    ) -> CaptureSummary:
         """Warm up and capture every bucket of a path."""
         with self.at_rest():
-            return self._capturer.capture(self._of(path), progress=progress)
+            return self._capturer.capture(self._of(path), num_warmups=num_warmups, progress=progress)
 
     def warm_up(self, path: Path) -> None:
         """Only run every bucket eagerly, so that late captures find everything compiled and claimed."""

@@ -87,11 +87,14 @@ class DecodeRunner:
         views = {path: self._view(path) for path in (Path.WHOLE, Path.PIECEWISE)} if graphs is not None else {}
         self.dispatcher = Dispatcher(policy.path, policy.forced, views)
 
-    def start(self, progress: Progress | None = None, phases: Phases | None = None) -> None:
+    def start(
+        self, progress: Progress | None = None, phases: Phases | None = None, *, is_rehearsed: bool = False
+    ) -> None:
         """Capture what is captured at start, and check it; else compile what a late capture will need.
 
         Args:
             phases: of the engine's start so far; these come behind.
+            is_rehearsed: all captures have been made once before.
 
         Raises:
             GraphsRequiredError: graphs are required and some are missing; lists them all.
@@ -99,7 +102,7 @@ class DecodeRunner:
         """
         self.phases = phases or Phases()
         if self.graphs is not None and not self.policy.forced:
-            self.summary = start_graphs(self.graphs, self.policy, progress, self.phases)
+            self.summary = start_graphs(self.graphs, self.policy, progress, self.phases, is_rehearsed)
 
     def batch_of(self, sequences: SequenceOf[Sequence]) -> Batch:
         """What the dispatcher looks at."""

@@ -75,14 +75,14 @@ class Engine:
         backend = graph_backend(model.device)
         before = memory_parts(backend, None) if predicted is not None else None
         with phases.phase("KV cache and buffers"):
-            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks, is_rehearsed=predicted is not None)
+            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks)
         self._max_num_seqs = config.max_num_seqs
         self._is_working = False
         self._is_torn = False
         self._doomed: list[Sequence] = []
         self._runs_ahead = model.device.type == "cuda" if config.run_ahead is None else config.run_ahead
         self._ahead: RunningStep | None = None
-        self.decode_runner.start(capture_progress, phases)
+        self.decode_runner.start(capture_progress, phases, is_rehearsed=predicted is not None)
         graphs = self.decode_runner.graphs
         if graphs is not None and before is not None:
             now = memory_parts(backend, graphs.resources.pool)

@@ -1,7 +1,5 @@
 """What an engine is made of, and how much of the device's memory each part may take."""
 
-from dataclasses import replace
-
 import torch
 
 from ..kernels import FIRST_BLOCK
@@ -35,9 +33,7 @@ def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan) -> Memo
     return rehearse(lambda: build_runner(model, config, least, Hooks(model.config.num_layers)), model.device)
 
 
-def build_runner(
-    model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks, *, is_rehearsed: bool = False
-) -> tuple[ModelRunner, int]:
+def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks) -> tuple[ModelRunner, int]:
     """What runs the steps, nothing captured yet, and the bytes that its KV cache took of the device, if the allocator
     held nothing spare."""
     before = allocator_bytes(model.device)
@@ -58,7 +54,7 @@ def build_runner(
     graphs = None
     if policy.path is not Path.EAGER:
         pieces = DecodePieces(model, kv_cache, state, sampler)
-        graphs = DecodeGraphs(pieces, graph_backend(model.device), replace(settings, is_rehearsed=is_rehearsed))
+        graphs = DecodeGraphs(pieces, graph_backend(model.device), settings)
     runner = ModelRunner(model, kv_cache, state, sampler, hooks=hooks, policy=policy, graphs=graphs)
     return runner, kv_bytes
 

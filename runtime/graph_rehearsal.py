@@ -27,7 +27,7 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device)
     graphs = runner.decode_runner.graphs
     assert graphs is not None, "without graphs there is nothing to rehearse"
     path = runner.decode_runner.policy.path
-    graphs.capture_path(path)
+    graphs.capture_path(path, num_warmups=1)
     self_test(graphs, path, smallest_only=True)  # loads what the real one will need
     full = memory_parts(backend, graphs.resources.pool)
     graphs.release()

@@ -34,9 +34,11 @@ class DecodePolicy:
 
 
 def start_graphs(
-    graphs: DecodeGraphs, policy: DecodePolicy, progress: Progress | None, phases: Phases
+    graphs: DecodeGraphs, policy: DecodePolicy, progress: Progress | None, phases: Phases, is_rehearsed: bool
 ) -> CaptureSummary | None:
     """Capture every bucket of the policy's path, and check them; None where they are captured late.
+
+    Buckets are warmed up twice: where captures were rehearsed, once there and once here.
 
     Raises:
         GraphsRequiredError: graphs are required and some are missing; lists them all.
@@ -50,7 +52,7 @@ def start_graphs(
             fill_read_blocks(graphs)
     else:
         with phases.phase("capture"):
-            summary = graphs.capture_path(policy.path, progress or _log_progress)
+            summary = graphs.capture_path(policy.path, progress or _log_progress, 1 if is_rehearsed else None)
         _log(graphs, summary)
         with phases.phase("aliases"):
             aliases = find_aliases(graphs)

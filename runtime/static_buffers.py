@@ -80,8 +80,6 @@ class GraphResources:
         planners: what the host plans per step into buffers of a graph slot, each with `claim(specs)`; without any, one
             slot a bucket is enough.
         changes: counted whenever a graph comes or goes.
-        is_rehearsed: all that is captured has been captured before in this process: nothing is left to be compiled or
-            loaded, and one warm-up is enough to know the outputs.
     """
 
     backend: GraphBackend
@@ -89,7 +87,6 @@ class GraphResources:
     buffers: StaticBuffers
     planners: tuple["Planner", ...] = ()
     changes: Changes = field(default_factory=Changes)
-    is_rehearsed: bool = False
 
 
 class Planner:
