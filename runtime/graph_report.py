@@ -6,7 +6,7 @@ from typing import Any
 from .decode_runner import DecodeRunner
 from .graph_dispatch import Batch, Chunk
 from .graph_ledger import GraphLedger
-from .graph_reason import Path
+from .graph_reason import Path, Reason
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class GraphReport:
         coverage: for each greedy batch size 1 … max, the chunks it runs as.
         missing: a sentence for each bucket that has no graph.
         counts: chunks by reason.
+        region_replays: how often each of the regions that there are now has replayed.
         eager_decodes: decode chunks that ran eagerly though nobody asked for it.
         num_bytes, seconds: what the captures at start took.
         start_seconds: of each phase of the engine's start.
@@ -43,6 +44,7 @@ class GraphReport:
     ledger: GraphLedger | None = None
     batches: dict[int, int] = field(default_factory=dict)
     replay_milliseconds: dict[int, float] = field(default_factory=dict)
+    region_replays: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON would have it; coverage as (buckets, path, reason) of each batch size."""
@@ -62,6 +64,7 @@ class GraphReport:
             "ledger": None if self.ledger is None else self.ledger.to_dict(),
             "batches": {str(size): count for size, count in self.batches.items()},
             "replay_milliseconds": {str(size): ms for size, ms in self.replay_milliseconds.items()},
+            "region_replays": self.region_replays,
         }
 
     def __str__(self) -> str:
@@ -75,6 +78,7 @@ class GraphReport:
         if self.missing:
             lines += ["", "missing:", *(f"  {one}" for one in self.missing)]
         lines += ["", "counts:", *(f"  {count:8d}  {reason}" for reason, count in self.counts.items())]
+        lines += ["replays by region:", *(f"  {count:8d}  {name}" for name, count in self.region_replays.items())]
         lines.append(f"padding rows: {self.num_padding_rows}; wasted: {self.wasted_milliseconds:.1f} ms")
         return "\n".join(lines)
 
@@ -98,6 +102,7 @@ def graph_report(runner: DecodeRunner, max_num_seqs: int) -> GraphReport:
         ledger=graphs.ledger if graphs is not None else None,
         batches=dict(sorted(counters.batches.items())),
         replay_milliseconds={size: 1000 * seconds for size, seconds in counters.replay_seconds.items()},
+        region_replays={region.name: region.counts[Reason.PIECEWISE] for region in graphs.regions} if graphs else {},
     )
 
 

@@ -119,6 +119,7 @@ def test_a_region_and_an_eager_piece_are_added_in_one_place(
     tokens(one, plain)
     assert len(step.ran) == num_ran, "no Python in a replay"
     assert step.negate.counts[Reason.PIECEWISE] == num_before + plain.max_tokens - 1  # type: ignore[operator]
+    assert one.graph_report().region_replays["decode.negate"] == step.negate.counts[Reason.PIECEWISE]
     assert "decode.negate" in {entry.runner for entry in graphs.ledger.entries}
     assert any(name.startswith("output hidden of decode.negate") for name in lasting(graphs))
     assert find_aliases(graphs) == []
