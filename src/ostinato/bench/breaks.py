@@ -136,10 +136,7 @@ def measure(decoder: Decoder, context: int, steps: int, breaks: Sequence[Break] 
         BenchError: a step ran for another reason than the feature's.
     """
     room = 2 * (steps + 1) + WARM_STEPS + 4
-    plain: Subject | None = None
-    if steps:
-        plain = _subject(decoder, PLAIN, context, room * len(breaks))
-        plain.step(WARM_STEPS)
+    plain = _subject(decoder, PLAIN, context, room) if steps else None
     shared = _subject(decoder, PLAIN, context, room)
     cells = []
     for one in breaks:
@@ -163,6 +160,8 @@ def measure(decoder: Decoder, context: int, steps: int, breaks: Sequence[Break] 
         graphs = 0 if path is Path.EAGER else chunks * (_num_regions(subject) if path is Path.PIECEWISE else 1)
         median = cost = None
         if plain is not None and not one.fresh:
+            plain.restart([PLAIN.params] * PLAIN.rows, room)  # as long as the feature's
+            plain.step(WARM_STEPS + 2)
             times, others = subject.step(steps + 1), plain.step(steps + 1)
             times, others = times + subject.step(steps + 1), others + plain.step(steps + 1)
             median = statistics.median(times)
