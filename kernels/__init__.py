@@ -17,7 +17,7 @@ from .embedding import embedding, embedding_ref
 from .kv_cache import FIRST_BLOCK, SINK_BLOCK, kv_cache_shape
 from .linear import linear, linear_ref
 from .logit_bias import UNUSED_BIAS, ban_tokens, ban_tokens_ref, logit_bias, logit_bias_ref
-from .logprobs import logprobs, logprobs_ref
+from .logprobs import LogprobsWorkspace, logprobs, logprobs_ref
 from .penalties import count_tokens, count_tokens_ref, penalties, penalties_ref
 from .residual_add import residual_add, residual_add_ref
 from .rms_norm import add_rms_norm, add_rms_norm_ref, rms_norm, rms_norm_ref
@@ -33,6 +33,7 @@ __all__ = [
     "FIRST_BLOCK",
     "SINK_BLOCK",
     "UNUSED_BIAS",
+    "LogprobsWorkspace",
     "SampleSteps",
     "SampleWorkspace",
     "SamplingRows",

@@ -2,7 +2,15 @@
 
 from typing import no_type_check
 
-from ._sample_values import clamped, exponentials, ordering_keys, row_extent, row_values, weights_of
+from ._sample_values import (
+    clamped,
+    exponentials,
+    ordering_keys,
+    random_words,
+    row_largest,
+    row_values,
+    weights_of,
+)
 from ._triton import tl, triton
 
 
@@ -37,7 +45,7 @@ def scan_kernel(
         low = tl.min(tl.where(values > float("-inf"), clamped(values), float("inf")), 0)
         tl.store(lows_ptr + slot * num_chunks + chunk, low)
         if chunk == 0:
-            tl.store(histogram_ptr + slot * 1024 + tl.arange(0, 1024), tl.zeros((1024,), tl.int32))
+            tl.store(histogram_ptr + slot * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
             tl.store(sums_ptr + slot * 8 + tl.arange(0, 8), tl.zeros((8,), tl.int64))
 
 
@@ -58,7 +66,10 @@ def race_kernel(
     chunk = tl.program_id(0)
     row = tl.load(rows_ptr + slot)
     temperature = tl.load(reals_ptr + row * 6)
-    if temperature > 0:
+    border = row * 0 - 562949953421312
+    if FILTERS:
+        border = tl.load(sums_ptr + slot * 8 + 7)
+    if (temperature > 0) & (border < 1125899906842624):
         first = chunk * BLOCK
         ids = first + tl.arange(0, BLOCK)
         position = tl.load(positions_ptr + slot)
@@ -67,18 +78,20 @@ def race_kernel(
             bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
             BLOCK, WIDTH, BANS, PENALTIES,
         ))  # fmt: skip
-        largest, _ = row_extent(values_ptr, values_ptr, slot, num_chunks, CHUNKS)
-        weights = weights_of(largest - values, temperature)
+        weights = weights_of(row_largest(values_ptr, slot, num_chunks, CHUNKS) - values, temperature)
         kept = (ids < vocab_size) & (weights > 0)
         if FILTERS:
-            kept = kept & (ordering_keys(values, ids) >= tl.load(sums_ptr + slot * 8 + 7))
+            kept = kept & (ordering_keys(values, ids) >= border)
         if MIN_P:
             kept = kept & (weights >= tl.load(reals_ptr + row * 6 + 2))
         best = temperature * 0.0
         winner = first + row.to(tl.int32) * 0
         if tl.max(kept.to(tl.int32), 0) > 0:
             seed, sample_index = tl.load(integers_ptr + row * 4 + 1), tl.load(integers_ptr + row * 4 + 2)
-            race = tl.where(kept, weights / exponentials(seed, sample_index, position, first, BLOCK), 0.0)
+            groups = first // 4 + tl.arange(0, BLOCK // 4)
+            word0, word1, word2, word3 = random_words(seed, sample_index, position, groups)
+            bits = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+            race = tl.where(kept, weights / exponentials(bits), 0.0)
             best = tl.max(race, 0)
             winner = tl.min(tl.where((race == best) & (ids < vocab_size), ids, 2147483647), 0)
         tl.store(race_values_ptr + slot * num_chunks + chunk, best)
@@ -89,8 +102,8 @@ def race_kernel(
 @no_type_check
 def choose_kernel(
     rows_ptr, vocab_size, num_chunks, reals_ptr, counts_ptr,
-    values_ptr, ids_ptr, race_values_ptr, race_ids_ptr, out_ptr,
-    CHUNKS: tl.constexpr, PENALTIES: tl.constexpr, RANDOM: tl.constexpr, PDL: tl.constexpr,
+    values_ptr, ids_ptr, sums_ptr, race_values_ptr, race_ids_ptr, out_ptr,
+    CHUNKS: tl.constexpr, PENALTIES: tl.constexpr, RANDOM: tl.constexpr, FILTERS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program takes the token of one row, the greedy one or the winner of the race, and counts it."""
     if PDL:
@@ -103,11 +116,15 @@ def choose_kernel(
     place = slot * num_chunks + chunk
     values = tl.load(values_ptr + place, mask=inside, other=float("-inf"))
     ids = tl.load(ids_ptr + place, mask=inside, other=2147483647)
+    border = row * 0
+    if FILTERS:
+        border = tl.load(sums_ptr + slot * 8 + 7)
     if RANDOM:  # noqa: SIM102 (the inner condition is the device's)
-        if tl.load(reals_ptr + row * 6) > 0:
+        if (tl.load(reals_ptr + row * 6) > 0) & (border < 1125899906842624):
             values = tl.load(race_values_ptr + place, mask=inside, other=float("-inf"))
             ids = tl.load(race_ids_ptr + place, mask=inside, other=2147483647)
     token = tl.min(tl.where(values == tl.max(values, 0), ids, 2147483647), 0).to(tl.int64)
+    token = tl.where(border < 1125899906842624, token, border - 1125899906842624)
     tl.store(out_ptr + slot, token)
     if PENALTIES:
         count = counts_ptr + row * vocab_size + token

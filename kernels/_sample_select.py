@@ -1,18 +1,34 @@
-"""The border of top-k and top-p in three launches, with no sort: count, collect, resolve.
+"""The border of top-k and top-p in four launches, with no sort: count, plan, collect, resolve.
 
 Bins of distance from the largest value take the place of a radix sort's first digits. Counts of the bins say which one
 holds the border of top-k, and between which two that of top-p lies, since a bin's mass is known to within its width.
-Only what is in those bins is listed; all that is above them is summed, exactly. One program then finds the border among
+Where few tokens lie down to there, they are listed, and one program ranks them and draws one at once. Else only what is
+in the borders' bins is listed, and all that is above them is summed, exactly: one program then finds the border among
 the listed keys bit by bit. A row whose list does not fit, or for which the bins were misjudged, is searched whole: the
 same result, later.
 """
 
 from typing import no_type_check
 
-from ._sample_values import clamped, distance_bins, mass_of, ordering_keys, row_extent, row_values, weights_of
+from ._sample_values import (
+    clamped,
+    distance_bins,
+    exponentials,
+    ids_of_keys,
+    mass_of,
+    ordering_keys,
+    random_words,
+    row_largest,
+    row_scale,
+    row_values,
+    values_of_keys,
+    weights_of,
+)
 from ._triton import tl, triton
 
-NUM_SUMS = 8  # int64 a row: mass above k's bin and above p's, listed, k's bin, k left in it, p's bins, the border
+# int64 a row: mass above k's bin and above p's, tokens listed, k's bin, k left in it, p's bins, the result. Where k's
+# bin is -1, all that may be drawn is listed. The result is the least key that may be drawn, or 2**50 + the token drawn.
+NUM_SUMS = 8
 
 
 @triton.jit
@@ -41,7 +57,7 @@ def count_kernel(
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + slot)
-    _, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
+    temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
     if (k > 0) | (p < 1.0):
         first = tl.program_id(0) * BLOCK
         values = clamped(row_values(
@@ -49,11 +65,53 @@ def count_kernel(
             bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
             BLOCK, WIDTH, BANS, PENALTIES,
         ))  # fmt: skip
-        largest, scale = row_extent(values_ptr, lows_ptr, slot, num_chunks, CHUNKS)
+        largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
+        scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
         inside = first + tl.arange(0, BLOCK) < vocab_size
-        counts = tl.histogram(distance_bins(values, largest, scale), 1024, mask=inside)
-        place = histogram_ptr + slot * 1024 + tl.arange(0, 1024)
+        counts = tl.histogram(distance_bins(values, largest, scale), 256, mask=inside)
+        place = histogram_ptr + slot * 256 + tl.arange(0, 256)
         tl.atomic_add(place, counts, mask=counts > 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@no_type_check
+def plan_kernel(
+    rows_ptr, vocab_size, num_chunks, reals_ptr, integers_ptr, values_ptr, lows_ptr, histogram_ptr, sums_ptr,
+    CHUNKS: tl.constexpr, FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program finds the bins of one row's borders, or, where few tokens may be drawn, all bins of these."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + slot)
+    temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
+    if (k > 0) | (p < 1.0):
+        bin_ = tl.arange(0, 256)
+        counts = tl.load(histogram_ptr + slot * 256 + bin_)
+        upto = tl.cumsum(counts, 0)
+        k_bin = tl.where(k > 0, tl.sum((upto < k).to(tl.int32), 0), 256)
+        k_left = k - tl.sum(tl.where(bin_ < k_bin, counts, 0), 0)
+        p_first = k_bin * 0 + 256
+        p_last = k_bin * 0 - 1
+        if p < 1.0:
+            largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
+            scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
+            kept = tl.where(bin_ < k_bin, counts, tl.where(bin_ == k_bin, k_left.to(tl.int32), 0)).to(tl.float32)
+            heavy = kept * weights_of(bin_.to(tl.float32) / scale, temperature)
+            light = tl.where(bin_ < 255, kept * weights_of((bin_ + 1).to(tl.float32) / scale, temperature), 0.0)
+            # The border's bin is the first with mass up to it >= p * all, that is (1 - p) * up to it >= p * below it.
+            heavy_below = tl.cumsum(heavy, 0, reverse=True) - heavy
+            light_below = tl.cumsum(light, 0, reverse=True) - light
+            p_first = tl.sum(((1.0 - p) * tl.cumsum(heavy, 0) * 1.001 < p * light_below).to(tl.int32), 0)
+            p_last = tl.sum(((1.0 - p) * tl.cumsum(light, 0) < p * heavy_below * 1.001).to(tl.int32), 0)
+        last = tl.where(k > 0, k_bin, p_last)
+        few = tl.sum(tl.where(bin_ <= last, counts, 0), 0) <= FEW
+        sums = sums_ptr + slot * 8
+        tl.store(sums + 3, tl.where(few, -1, k_bin).to(tl.int64))
+        tl.store(sums + 4, k_left.to(tl.int64))
+        tl.store(sums + 5, tl.where(few, 0, p_first).to(tl.int64))
+        tl.store(sums + 6, tl.where(few, last, p_last).to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
@@ -61,11 +119,11 @@ def count_kernel(
 def collect_kernel(
     logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_chunks,
     reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-    values_ptr, lows_ptr, histogram_ptr, sums_ptr, listed_values_ptr, listed_ids_ptr,
+    values_ptr, lows_ptr, sums_ptr, listed_ptr,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr,
     PENALTIES: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program lists what one stretch of a row has in the bins of the borders, and sums what it has above them.
+    """A program lists what one stretch of a row has in the bins of the plan, and sums the mass above them.
 
     The order of the list is open; all that is made of it are integer sums.
     """
@@ -76,23 +134,6 @@ def collect_kernel(
     row = tl.load(rows_ptr + slot)
     temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
     if (k > 0) | (p < 1.0):
-        largest, scale = row_extent(values_ptr, lows_ptr, slot, num_chunks, CHUNKS)
-        bin_ = tl.arange(0, 1024)
-        counts = tl.load(histogram_ptr + slot * 1024 + bin_)
-        upto = tl.cumsum(counts, 0)
-        k_bin = tl.where(k > 0, tl.sum((upto < k).to(tl.int32), 0), 1024)
-        k_left = k - tl.sum(tl.where(bin_ < k_bin, counts, 0), 0)
-        kept = tl.where(bin_ < k_bin, counts, tl.where(bin_ == k_bin, k_left.to(tl.int32), 0)).to(tl.float32)
-        heavy = kept * weights_of(bin_.to(tl.float32) / scale, temperature)
-        light = tl.where(bin_ < 1023, kept * weights_of((bin_ + 1).to(tl.float32) / scale, temperature), 0.0)
-        # The border's bin is the first with mass up to it >= p * all, that is (1 - p) * up to it >= p * below it.
-        heavy_below = tl.cumsum(heavy, 0, reverse=True) - heavy
-        light_below = tl.cumsum(light, 0, reverse=True) - light
-        p_first = tl.sum(((1.0 - p) * tl.cumsum(heavy, 0) * 1.001 < p * light_below).to(tl.int32), 0)
-        p_last = tl.sum(((1.0 - p) * tl.cumsum(light, 0) < p * heavy_below * 1.001).to(tl.int32), 0)
-        p_first = tl.where(p < 1.0, p_first, 1024)
-        p_last = tl.where(p < 1.0, p_last, -1)
-
         first = tl.program_id(0) * BLOCK
         ids = first + tl.arange(0, BLOCK)
         values = clamped(row_values(
@@ -100,24 +141,59 @@ def collect_kernel(
             bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
             BLOCK, WIDTH, BANS, PENALTIES,
         ))  # fmt: skip
+        largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
+        scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
         bins = distance_bins(values, largest, scale)
-        mass = mass_of(weights_of(largest - values, temperature))
         sums = sums_ptr + slot * 8
-        if p < 1.0:
-            tl.atomic_add(sums, tl.sum(tl.where(bins < k_bin, mass, 0), 0), sem="relaxed")
+        k_bin, p_first, p_last = tl.load(sums + 3), tl.load(sums + 5), tl.load(sums + 6)
+        if (p < 1.0) & ((k == 0) | (k_bin >= 0)):
+            mass = mass_of(weights_of(largest - values, temperature))
+            above = tl.sum(tl.where(bins < tl.where(k_bin < 0, 256, k_bin), mass, 0), 0)
+            tl.atomic_add(sums, above, sem="relaxed")
             tl.atomic_add(sums + 1, tl.sum(tl.where(bins < p_first, mass, 0), 0), sem="relaxed")
         chosen = (ids < vocab_size) & ((bins == k_bin) | ((bins >= p_first) & (bins <= p_last)))
         number = tl.sum(chosen.to(tl.int32), 0)
         if number > 0:
-            place = tl.atomic_add(sums + 2, number.to(tl.int64), sem="relaxed") + tl.cumsum(chosen.to(tl.int32), 0) - 1
-            fits = chosen & (place < CAPACITY)
-            tl.store(listed_values_ptr + slot * CAPACITY + place, values, mask=fits)
-            tl.store(listed_ids_ptr + slot * CAPACITY + place, ids, mask=fits)
-        if first == 0:
-            tl.store(sums + 3, k_bin.to(tl.int64))
-            tl.store(sums + 4, k_left.to(tl.int64))
-            tl.store(sums + 5, p_first.to(tl.int64))
-            tl.store(sums + 6, p_last.to(tl.int64))
+            place = tl.atomic_add(sums + 2, number.to(tl.int64), sem="relaxed").to(tl.int32)
+            place += tl.cumsum(chosen.to(tl.int32), 0) - 1
+            tl.store(listed_ptr + slot * CAPACITY + place, ordering_keys(values, ids), mask=chosen & (place < CAPACITY))
+
+
+@triton.jit
+@no_type_check
+def draw_of_few(
+    keys_ptr, listed, largest, temperature, k, p, total, least_weight, seed, sample_index, position, FEW: tl.constexpr
+):
+    """The token drawn from a list with all that may be drawn; each is ranked by counting those before it.
+
+    A sum counts the tokens in its upper bits, and their mass in the lower 50.
+    """
+    place = tl.arange(0, FEW)
+    present = place < listed
+    keys = tl.load(keys_ptr + place, mask=present, other=-562949953421312)
+    before = tl.zeros((FEW,), tl.int64)
+    for start in range(0, listed, 32):
+        other_place = start + tl.arange(0, 32)
+        others = tl.load(keys_ptr + other_place, mask=other_place < listed, other=-562949953421312)
+        other_mass = mass_of(weights_of(largest - values_of_keys(others), temperature)) + 1125899906842624
+        before += tl.sum(tl.where(others[None, :] > keys[:, None], other_mass[None, :], 0), 1)
+    weights = tl.where(present, weights_of(largest - values_of_keys(keys), temperature), 0.0)
+    kept = present & ((k == 0) | ((before >> 50) < k))
+    total = tl.where(k > 0, tl.sum(tl.where(kept, mass_of(weights), 0), 0), total)
+    kept = kept & ((before & 1125899906842623) < tl.where(p < 1.0, mass_target(p, total), 1125899906842624))
+    kept = kept & (weights > 0) & (weights >= least_weight)
+    ids = ids_of_keys(keys)
+    word0, word1, word2, word3 = random_words(seed, sample_index, position, ids // 4)
+    bits = tl.where(ids % 2 == 0, tl.where(ids % 4 == 0, word0, word2), tl.where(ids % 4 == 1, word1, word3))
+    race = tl.where(kept, weights / exponentials(bits), 0.0)
+    best = tl.max(race, 0)
+    return tl.where(best > 0, tl.min(tl.where(kept & (race == best), ids, 2147483647), 0), 0)
+
+
+@triton.jit
+@no_type_check
+def mass_target(p, total):
+    return tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
@@ -162,11 +238,12 @@ def mass_from(
 def resolve_kernel(
     logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_chunks,
     reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-    values_ptr, lows_ptr, sums_ptr, listed_values_ptr, listed_ids_ptr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr,
-    PENALTIES: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
+    values_ptr, lows_ptr, sums_ptr, listed_ptr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr,
+    BANS: tl.constexpr, PENALTIES: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the least key that may be drawn in one row; -2**49 keeps all."""
+    """A program finds the least key that may be drawn in one row, or draws; -2**49 keeps all."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -174,19 +251,30 @@ def resolve_kernel(
     row = tl.load(rows_ptr + slot)
     temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
     sums = sums_ptr + slot * 8
+    listed_ptr += slot * CAPACITY
     border = k * 0 - 562949953421312
     if (k > 0) | (p < 1.0):
-        largest, scale = row_extent(values_ptr, lows_ptr, slot, num_chunks, CHUNKS)
+        largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
+        position = tl.load(positions_ptr + slot)
         listed = tl.load(sums + 2)
-        found = listed < 0
-        if listed <= CAPACITY:
+        k_bin = tl.load(sums + 3)
+        found = k_bin < 0
+        if found:
+            seed, sample_index = tl.load(integers_ptr + row * 4 + 1), tl.load(integers_ptr + row * 4 + 2)
+            least_weight = tl.load(reals_ptr + row * 6 + 2) * MIN_P
+            token = draw_of_few(
+                listed_ptr, listed.to(tl.int32), largest, temperature, k, p, tl.load(sums), least_weight,
+                seed, sample_index, position, FEW,
+            )  # fmt: skip
+            border = token.to(tl.int64) + 1125899906842624
+        elif listed <= CAPACITY:
+            scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
             place = tl.arange(0, CAPACITY)
             present = place < listed
-            values = tl.load(listed_values_ptr + slot * CAPACITY + place, mask=present, other=float("-inf"))
-            ids = tl.load(listed_ids_ptr + slot * CAPACITY + place, mask=present, other=0)
-            keys = ordering_keys(values, ids)
+            keys = tl.load(listed_ptr + place, mask=present, other=-562949953421312)
+            values = values_of_keys(keys)
             bins = distance_bins(values, largest, scale)
-            at_k = present & (bins == tl.load(sums + 3))
+            at_k = present & (bins == k_bin)
             if k > 0:
                 border = heaviest_border(keys, at_k.to(tl.int64), at_k, tl.load(sums + 4))
             found = listed >= 0
@@ -194,14 +282,12 @@ def resolve_kernel(
                 mass = mass_of(weights_of(largest - values, temperature))
                 present = present & (keys >= border)
                 total = tl.load(sums) + tl.sum(tl.where(at_k & present, mass, 0), 0)
-                target = tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
-                target -= tl.load(sums + 1)
+                target = mass_target(p, total) - tl.load(sums + 1)
                 between = present & (bins >= tl.load(sums + 5)) & (bins <= tl.load(sums + 6))
                 found = (total == 0) | ((target > 0) & (tl.sum(tl.where(between, mass, 0), 0) >= target))
                 if found:
                     border = heaviest_border(keys, mass, between, target)
         if found == 0:
-            position = tl.load(positions_ptr + slot)
             border = k * 0 - 562949953421312
             for of_p in range(0, 2):
                 target = k
@@ -212,7 +298,7 @@ def resolve_kernel(
                         reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr,
                         in_prompt_ptr, counts_ptr, BLOCK, WIDTH, BANS, PENALTIES,
                     )  # fmt: skip
-                    target = tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+                    target = mass_target(p, total)
                     active = p < 1.0
                 if active:
                     low = border

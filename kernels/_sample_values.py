@@ -11,7 +11,7 @@ from typing import no_type_check
 from ._triton import tl, triton
 
 ID_BITS = 18  # vocabularies to 256k; the kernels spell it out
-NUM_BINS = 1024  # of distance from the largest value
+NUM_BINS = 256  # of distance from the largest value; the kernels spell it out, too
 
 
 @triton.jit
@@ -28,16 +28,22 @@ def row_values(
     """
     ids = first + tl.arange(0, BLOCK)
     inside = ids < vocab_size
-    values = tl.load(logits_ptr + slot * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    logits_ptr += slot * stride
+    if first + BLOCK <= vocab_size:  # without a mask it is a wide load
+        values = tl.load(logits_ptr + ids).to(tl.float32)
+    else:
+        values = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
     if WIDTH > 0:
-        entry = tl.arange(0, WIDTH)
-        listed = tl.load(bias_ids_ptr + row * WIDTH + entry)
-        unused = (listed == 0) & (tl.load(biases_ptr + row * WIDTH + entry) == 0.0)
-        start = tl.sum(((listed < first) | unused).to(tl.int32), 0)
-        stop = tl.sum((listed < first + BLOCK).to(tl.int32), 0)
-        for i in range(start, stop):
-            bias = tl.load(biases_ptr + row * WIDTH + i)
-            values = tl.where(ids == tl.load(bias_ids_ptr + row * WIDTH + i), values + bias, values)
+        last = row * WIDTH + WIDTH - 1
+        if (tl.load(bias_ids_ptr + last) > 0) | (tl.load(biases_ptr + last) != 0.0):
+            entry = tl.arange(0, WIDTH)
+            listed = tl.load(bias_ids_ptr + row * WIDTH + entry)
+            unused = (listed == 0) & (tl.load(biases_ptr + row * WIDTH + entry) == 0.0)
+            start = tl.sum(((listed < first) | unused).to(tl.int32), 0)
+            stop = tl.sum((listed < first + BLOCK).to(tl.int32), 0)
+            for i in range(start, stop):
+                bias = tl.load(biases_ptr + row * WIDTH + i)
+                values = tl.where(ids == tl.load(bias_ids_ptr + row * WIDTH + i), values + bias, values)
     if PENALTIES:
         place = row * vocab_size + ids
         count = tl.load(counts_ptr + place, mask=inside, other=0)
@@ -67,28 +73,41 @@ def clamped(values):
 
 @triton.jit
 @no_type_check
-def row_extent(values_ptr, lows_ptr, slot, num_chunks, CHUNKS: tl.constexpr):
-    """A row's largest value, clamped to the finite ones, and bins to a unit of distance from it."""
+def row_largest(values_ptr, slot, num_chunks, CHUNKS: tl.constexpr):
+    """A row's largest value, clamped to the finite ones."""
     chunk = tl.arange(0, CHUNKS)
     largest = tl.max(tl.load(values_ptr + slot * num_chunks + chunk, mask=chunk < num_chunks, other=float("-inf")), 0)
+    return tl.maximum(clamped(largest), -3.4028234663852886e38)
+
+
+@triton.jit
+@no_type_check
+def row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS: tl.constexpr):
+    """Bins to a unit of distance from a row's largest value.
+
+    The bins reach to the row's least finite value, though not further than 32 below the largest, and without top_k only
+    to where the rest has less than a tenth of the mass that top_p may leave out, were all tokens there.
+    """
+    chunk = tl.arange(0, CHUNKS)
     low = tl.min(tl.load(lows_ptr + slot * num_chunks + chunk, mask=chunk < num_chunks, other=float("inf")), 0)
-    largest = tl.maximum(clamped(largest), -3.4028234663852886e38)
-    scale = 1023.0 / tl.maximum(largest - low, 1e-6)
-    return largest, tl.maximum(scale, 16.0)
+    reach = tl.minimum(largest - low, 31.875)
+    tail = tl.log(10.0 * vocab_size.to(tl.float32) / tl.maximum(1.0 - p, 1e-8)) * temperature
+    reach = tl.where(k > 0, reach, tl.minimum(reach, tail))
+    return 255.0 / tl.maximum(reach, 1e-6)
 
 
 @triton.jit
 @no_type_check
 def distance_bins(values, largest, scale):
     """Bin 0 holds the largest value; no value is in a lower bin than a larger one."""
-    return tl.minimum((largest - values) * scale, 1023.0).to(tl.int32)
+    return tl.minimum((largest - values) * scale, 255.0).to(tl.int32)
 
 
 @triton.jit
 @no_type_check
 def weights_of(distance, temperature):
     """Probabilities relative to the largest, of values at some distance below it."""
-    return tl.exp(-distance / tl.minimum(tl.maximum(temperature, 1.1754943508222875e-38), 3.4028234663852886e38))
+    return tl.exp(distance * (-1.0 / tl.minimum(tl.maximum(temperature, 1.1754943508222875e-38), 8.507059173023462e37)))
 
 
 @triton.jit
@@ -109,23 +128,46 @@ def ordering_keys(values, ids):
 
 @triton.jit
 @no_type_check
-def exponentials(seed, sample_index, position, first, BLOCK: tl.constexpr):
-    """Standard exponential variates of BLOCK ids from a multiple of four on; see `exponential_ref`.
+def values_of_keys(keys):
+    """float32; that of -2**49, which is below all keys, is -inf."""
+    ordered = (keys >> 18).to(tl.int32)
+    values = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return tl.where(keys == -562949953421312, float("-inf"), values)
 
-    The logarithm near 1, where winners are, is a series: `-log1p(-u) = 2 atanh(u / (2 - u))`, below 4e-9 relative.
-    """
-    group = (first // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    word0, word1, word2, word3 = tl.philox_impl(
-        group,
-        group * 0 + position.to(tl.uint32),
-        group * 0 + sample_index.to(tl.uint32),
-        group * 0,
-        group * 0 + (seed & 0xFFFFFFFF).to(tl.uint32),
-        group * 0 + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
+
+@triton.jit
+@no_type_check
+def ids_of_keys(keys):
+    return 262143 - (keys & 262143).to(tl.int32)
+
+
+@triton.jit
+@no_type_check
+def random_words(seed, sample_index, position, groups):
+    """The four Philox words of each group of four ids; see `random_bits_ref`."""
+    counter = groups.to(tl.uint32)
+    return tl.philox_impl(
+        counter,
+        counter * 0 + position.to(tl.uint32),
+        counter * 0 + sample_index.to(tl.uint32),
+        counter * 0,
+        counter * 0 + (seed & 0xFFFFFFFF).to(tl.uint32),
+        counter * 0 + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
     )
-    bits = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+
+
+@triton.jit
+@no_type_check
+def exponentials(bits):
+    """Standard exponential variates; see `exponential_ref`.
+
+    Winners are small, and there `-log1p(-u)` is a series, below 6e-8 relative, as `1 - u` would round u away.
+    """
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
-    ratio = u / (2.0 - u)
-    square = ratio * ratio
-    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9))))
-    return tl.where(u < 0.3, 2.0 * ratio * series, -tl.log(1.0 - u))
+    series = u * (1 / 7) + 1 / 6
+    series = tl.fma(series, u, 1 / 5)
+    series = tl.fma(series, u, 1 / 4)
+    series = tl.fma(series, u, 1 / 3)
+    series = tl.fma(series, u, 1 / 2)
+    series = tl.fma(series, u, 1.0)
+    return tl.where(u < 0.125, u * series, -tl.log(1.0 - u))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import _triton
 from ._sample_draw import choose_kernel, race_kernel, scan_kernel
-from ._sample_select import NUM_SUMS, collect_kernel, count_kernel, resolve_kernel
+from ._sample_select import NUM_SUMS, collect_kernel, count_kernel, plan_kernel, resolve_kernel
 from ._sample_values import ID_BITS, NUM_BINS
 from ._triton import triton
 from .argmax import greedy_ref
@@ -21,6 +21,7 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 TOP_K, SEED, SAMPLE_INDEX, FREE_POSITION = range(4)
 
 CAPACITY = 4096  # tokens of a row that the borders of its filters may lie among, before the row is searched whole
+FEW = 256  # tokens of a row that may be drawn, for one program to rank them all
 _LEAST_BLOCK = 1024
 
 
@@ -67,7 +68,7 @@ class SampleSteps:
 
 
 class SampleWorkspace:
-    """What the kernels keep between their launches: 39 KB a row at a vocabulary of 128k. Its content is no one's."""
+    """What the kernels keep between their launches: 38 KB a row at a vocabulary of 128k. Its content is no one's."""
 
     def __init__(self, max_num_rows: int, vocab_size: int, *, device: torch.device | str) -> None:
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
@@ -83,8 +84,7 @@ class SampleWorkspace:
         self.race_ids = claim(num_chunks, torch.int32)
         self.histogram = claim(NUM_BINS, torch.int32)
         self.sums = claim(NUM_SUMS, torch.int64)
-        self.listed_values = claim(CAPACITY, torch.float32)
-        self.listed_ids = claim(CAPACITY, torch.int32)
+        self.listed = claim(CAPACITY, torch.int64)
 
 
 def sample_rows_ref(
@@ -148,7 +148,7 @@ def sample_rows(
     workspace: SampleWorkspace | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draw one token for each row of logits; see `sample_rows_ref`. Two launches, three for random rows, six to filter.
+    """Draw one token for each row of logits; see `sample_rows_ref`. Two launches, three if random, seven to filter.
 
     Token ids are those of the reference, but where two race times, or a mass and the border of top_p or min_p, are
     within 1e-5 of each other, relative: `exp` is the device's own.
@@ -164,7 +164,7 @@ def sample_rows(
     if num_rows == 0:
         return out
     filters = steps.random and (steps.top_k or steps.top_p)
-    block = _LEAST_BLOCK if num_rows <= 4 else 4096
+    block, num_warps, registers = _stretch(num_rows)
     num_chunks, pdl = triton.cdiv(vocab_size, block), _triton.has_pdl(logits.device)
     grid = num_chunks, num_rows
     inputs = logits, logits.stride(0), rows, positions, vocab_size, num_chunks
@@ -174,11 +174,11 @@ def sample_rows(
     if state.in_prompt is not None and steps.penalties:
         counts = state.in_prompt.view(torch.uint8), state.output_counts
     held, race = workspace, (workspace.race_values, workspace.race_ids)
-    launch = {"num_warps": block // 256, "enable_fp_fusion": False, "launch_pdl": pdl}
+    launch = {"num_warps": num_warps, "enable_fp_fusion": False, "launch_pdl": pdl}
     common = {
         "BLOCK": block, "WIDTH": state.biases.shape[1] if steps.biases else 0,
         "BANS": state.is_banned.shape[1] if steps.bans else 0, "PENALTIES": steps.penalties, "PDL": pdl,
-        "maxnreg": 128, **launch,
+        "maxnreg": registers, **launch,
     }  # fmt: skip
     chunks = {"CHUNKS": triton.next_power_of_2(num_chunks)}
     scan_kernel[grid](
@@ -187,17 +187,21 @@ def sample_rows(
     )  # fmt: skip
     if filters:
         which = {"TOP_K": steps.top_k, "TOP_P": steps.top_p}
-        listed = held.sums, held.listed_values, held.listed_ids
         count_kernel[grid](
             *inputs, *numbers, *lists, *counts, held.values, held.lows, held.histogram, **chunks, **which, **common
         )
+        plan_kernel[(num_rows,)](
+            rows, vocab_size, num_chunks, *numbers, held.values, held.lows, held.histogram, held.sums,
+            FEW=FEW, PDL=pdl, **chunks, **which, **(launch | {"num_warps": 4}),
+        )  # fmt: skip
         collect_kernel[grid](
-            *inputs, *numbers, *lists, *counts, held.values, held.lows, held.histogram, *listed, CAPACITY=CAPACITY,
-            **chunks, **which, **common,
+            *inputs, *numbers, *lists, *counts, held.values, held.lows, held.sums, held.listed,
+            CAPACITY=CAPACITY, **chunks, **which, **common,
         )  # fmt: skip
         resolve_kernel[(num_rows,)](
-            *inputs, *numbers, *lists, *counts, held.values, held.lows, *listed, CAPACITY=CAPACITY,
-            **chunks, **which, **(common | {"BLOCK": 2048, "num_warps": 16}),
+            *inputs, *numbers, *lists, *counts, held.values, held.lows, held.sums, held.listed,
+            CAPACITY=CAPACITY, FEW=FEW, MIN_P=steps.min_p, **chunks, **which,
+            **(common | {"BLOCK": 2048, "num_warps": 16, "maxnreg": 128}),
         )  # fmt: skip
     if steps.random:
         race_kernel[grid](
@@ -206,10 +210,16 @@ def sample_rows(
         )  # fmt: skip
     choose_kernel[(num_rows,)](
         rows, vocab_size, num_chunks, state.reals, state.output_counts if steps.penalties else None,
-        held.values, held.ids, *race, out,
-        **chunks, PENALTIES=steps.penalties, RANDOM=steps.random, PDL=pdl, **(launch | {"num_warps": 1}),
+        held.values, held.ids, held.sums, *race, out,
+        **chunks, PENALTIES=steps.penalties, RANDOM=steps.random, FILTERS=filters, PDL=pdl,
+        **(launch | {"num_warps": 1}),
     )  # fmt: skip
     return out
+
+
+def _stretch(num_rows: int) -> tuple[int, int, int]:
+    """Ids that a program looks at, its warps, and registers of a thread."""
+    return (_LEAST_BLOCK, 4, 128) if num_rows <= 4 else (4096, 16, 64)
 
 
 def _check(

@@ -77,7 +77,7 @@ def prompts(model: str, seqs: int, queries: int, architecture: int) -> list[Any]
 
 
 def sampling(batch: int, steps: kernels.SampleSteps, architecture: int) -> list[Any]:
-    """The launches from logits to tokens."""
+    """The launches from logits to tokens and their log-probabilities."""
     floats, ids, flags, vocab = torch.float32, torch.int64, torch.bool, 128256
     numbers = meta(256, 6, dtype=floats), meta(256, 4, dtype=ids)
     lists = (meta(256, 1024, dtype=ids), meta(256, 1024, dtype=floats), meta(256, 128, dtype=ids))
@@ -86,6 +86,7 @@ def sampling(batch: int, steps: kernels.SampleSteps, architecture: int) -> list[
     rows, workspace = meta(batch, dtype=ids), kernels.SampleWorkspace(256, vocab, device="meta")
     with aot.recording(architecture) as launches:
         kernels.sample_rows(meta(batch, vocab), rows, rows, state, steps, workspace=workspace)
+        kernels.logprobs(meta(batch, vocab), rows, 20)
     return launches
 
 
