@@ -59,14 +59,14 @@ class DecodePieces:
             state.token_ids[:rows], state.positions[:rows], self.metadata(rows), self.kv_cache.block_size, out=out
         )
 
-    def sample(self, logits: Tensor, road: SampleRoad, out: Tensor | None = None) -> SampledTokens:
+    def sample(self, logits: Tensor, road: SampleRoad, out: SampledTokens | None = None) -> SampledTokens:
         return self.sampler.sample(logits, self.state.positions[: logits.shape[0]], road=road, out=out)
 
     def commit(self, token_ids: Tensor) -> None:
         """The device's part of the end of a step; the host's is `StepState.count_commit`."""
         self.state.commit_rows(token_ids)
 
-    def run(self, rows: int, road: SampleRoad, out: Tensor | None = None) -> SampledTokens:
+    def run(self, rows: int, road: SampleRoad, out: SampledTokens | None = None) -> SampledTokens:
         """All of it, the commit included."""
         preamble = self.preamble(rows)
         hidden = self.model.blocks(preamble.hidden, preamble, self.metadata(rows), self.kv_cache)
@@ -90,7 +90,8 @@ class WholeDecode:
 
     def claim(self, configs: Sequence[CudaGraphConfig]) -> None:
         rows = max(size for config in configs for size in config.capture_batch_sizes)
-        self._buffers.claim("sample.token_ids", rows, (), torch.int64)
+        for config in configs:
+            claim_sampled(self._pieces, self._buffers, rows, config.cg_key_info)
 
     def static_inputs(self, key: BucketKey) -> dict[str, Tensor]:
         return {}
@@ -103,7 +104,7 @@ class WholeDecode:
 
     def forward(self, key: BucketKey, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         assert isinstance(key.cg_key_info, SampleRoad), "decode buckets are keyed by what sampling needs"
-        out = self._buffers.get("sample.token_ids", key.bs)
+        out = sampled_buffers(self._buffers, key.bs, key.cg_key_info)
         return sampled_outputs(self._pieces.run(key.bs, key.cg_key_info, out))
 
 
@@ -182,16 +183,31 @@ def sample_region(
     config, dtype = pieces.model.config, pieces.model.dtype
 
     def run(call: PiecewiseCallInputs) -> dict[str, Tensor]:
-        out = buffers.get("sample.token_ids", call.shape.bs)
-        sampled = pieces.sample(call.inputs["logits"], road, out)
+        sampled = pieces.sample(call.inputs["logits"], road, sampled_buffers(buffers, call.shape.bs, road))
         pieces.commit(sampled.token_ids)
         return sampled_outputs(sampled)
 
     def claim(shapes: Sequence[PiecewiseCaptureShape]) -> None:
-        buffers.claim("sample.token_ids", max(shape.bs for shape in shapes), (), torch.int64)
+        claim_sampled(pieces, buffers, max(shape.bs for shape in shapes), road)
 
     inputs = {"logits": InputSpec((config.vocab_size,), dtype, buffer=LOGITS)}
     return PiecewiseConfig(run, _shapes(sizes), inputs, claim)
+
+
+def claim_sampled(pieces: DecodePieces, buffers: StaticBuffers, rows: int, road: object) -> None:
+    """Claim the buffers that a sample of this road writes to."""
+    assert isinstance(road, SampleRoad), "decode buckets are keyed by what sampling needs"
+    buffers.claim("sample.token_ids", rows, (), torch.int64)
+    if road.logprobs:
+        k = min(road.num_top_logprobs, pieces.model.config.vocab_size)
+        buffers.claim("sample.logprobs", rows)
+        buffers.claim("sample.top_token_ids", rows, (k,), torch.int64)
+        buffers.claim("sample.top_logprobs", rows, (k,))
+
+
+def sampled_buffers(buffers: StaticBuffers, rows: int, road: SampleRoad) -> SampledTokens:
+    names = ("token_ids", "logprobs", "top_token_ids", "top_logprobs") if road.logprobs else ("token_ids",)
+    return SampledTokens(*(buffers.get(f"sample.{name}", rows) for name in names))
 
 
 def sampled_outputs(sampled: SampledTokens) -> dict[str, Tensor]:

@@ -48,8 +48,7 @@ def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hook
         )
     kv_bytes = allocator_bytes(model.device) - before
     state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
-    # kernels=True samples by the Triton kernels of `sample_rows`, which have not run on a GPU yet.
-    sampler = Sampler(config.max_num_seqs, model.config.vocab_size, device=model.device, kernels=False)
+    sampler = Sampler(config.max_num_seqs, model.config.vocab_size, device=model.device)
     policy, settings = graph_plan(config, model.device)
     graphs = None
     if policy.path is not Path.EAGER:

@@ -2,20 +2,14 @@
 
 from dataclasses import dataclass, fields
 
+from ..kernels import SampleSteps
 from .sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
-class SampleRoad:
-    """The operations that a row or a batch needs; one that is left out would have changed nothing."""
+class SampleRoad(SampleSteps):
+    """The operations that a row or a batch needs, log-probabilities included."""
 
-    random: bool = False
-    top_k: bool = False
-    top_p: bool = False
-    min_p: bool = False
-    penalties: bool = False
-    biases: bool = False
-    bans: bool = False
     logprobs: bool = False
     num_top_logprobs: int = 0
 
@@ -31,17 +25,7 @@ class SampleRoad:
         return self | other == self
 
     def __or__(self, other: "SampleRoad") -> "SampleRoad":
-        return SampleRoad(
-            random=self.random or other.random,
-            top_k=self.top_k or other.top_k,
-            top_p=self.top_p or other.top_p,
-            min_p=self.min_p or other.min_p,
-            penalties=self.penalties or other.penalties,
-            biases=self.biases or other.biases,
-            bans=self.bans or other.bans,
-            logprobs=self.logprobs or other.logprobs,
-            num_top_logprobs=max(self.num_top_logprobs, other.num_top_logprobs),
-        )
+        return SampleRoad(*(max(getattr(self, one.name), getattr(other, one.name)) for one in fields(self)))
 
 
 def road_of(params: SamplingParams, vocab_size: int, bans: bool) -> SampleRoad:

@@ -9,28 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import (
-    UNUSED_BIAS,
-    SampleSteps,
-    SampleWorkspace,
-    SamplingRows,
-    ban_tokens,
-    count_tokens,
-    greedy,
-    logit_bias,
-    logprobs,
-    penalties,
-    sample,
-    sample_rows,
-)
+from ..kernels import UNUSED_BIAS, LogprobsWorkspace, SampleWorkspace, SamplingRows, logprobs, sample_rows
 from .sample_road import SampleRoad, road_of
 from .sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
 
 MAX_BANNED_IDS = 2 * MAX_STOP_TOKEN_IDS  # a request's own stop ids and the model's end ids
 
-# The columns of a row's numbers. A row lies in one piece, so that one write changes it.
-_TEMPERATURE, _TOP_P, _MIN_P, _REPETITION, _PRESENCE, _FREQUENCY = range(6)
-_TOP_K, _SEED, _SAMPLE_INDEX, _FREE_POSITION = range(4)
+# A row's numbers, in the columns of SamplingRows: they lie in one piece, so that one write changes them.
 _NEUTRAL_REALS = (0.0, 1.0, 0.0, 1.0, 0.0, 0.0)
 _NEUTRAL_INTEGERS = (0, 0, 0, 0)
 
@@ -51,18 +36,23 @@ class SampledTokens:
     top_token_ids: Tensor | None = None
     top_logprobs: Tensor | None = None
 
+    def for_logprobs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What `logprobs` writes, which must be there."""
+        assert self.logprobs is not None, "log-probabilities were asked for"
+        assert self.top_token_ids is not None, "log-probabilities were asked for"
+        assert self.top_logprobs is not None, "log-probabilities were asked for"
+        return self.logprobs, self.top_token_ids, self.top_logprobs
+
 
 class Sampler:
     """Owns the sampling numbers and token counts of `max_num_seqs` rows on one device.
 
     The host changes single rows (`set_row`, `clear_row`, `move_row`) in stream order with the steps and never rewrites
-    an array; whatever changes from step to step is read on the device. A cleared row is greedy. With `kernels` the way
-    to a token is `sample_rows`, whose workspace is claimed here.
+    an array; whatever changes from step to step is read on the device. A cleared row is greedy. What the kernels keep
+    between their launches is claimed here.
     """
 
-    def __init__(
-        self, max_num_seqs: int, vocab_size: int, *, device: torch.device | str, kernels: bool = False
-    ) -> None:
+    def __init__(self, max_num_seqs: int, vocab_size: int, *, device: torch.device | str) -> None:
         self.max_num_seqs = max_num_seqs
         self.vocab_size = vocab_size
         self.device = torch.device(device)
@@ -74,7 +64,11 @@ class Sampler:
         self._is_banned = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.bool, device=device)
         self._row_numbers = torch.arange(max_num_seqs, device=device)
         self._counts: tuple[Tensor, Tensor] | None = None
-        self._workspace = SampleWorkspace(max_num_seqs, vocab_size, device=device) if kernels else None
+        self._workspace: SampleWorkspace | None = None
+        self._logprobs_workspace: LogprobsWorkspace | None = None
+        if self.device.type == "cuda":
+            self._workspace = SampleWorkspace(max_num_seqs, vocab_size, device=device)
+            self._logprobs_workspace = LogprobsWorkspace(max_num_seqs, vocab_size, device=device)
         self.reset()
 
     def reset(self) -> None:
@@ -199,7 +193,7 @@ class Sampler:
         *,
         rows: Sequence[int] | None = None,
         road: SampleRoad | None = None,
-        out: Tensor | None = None,
+        out: SampledTokens | None = None,
     ) -> SampledTokens:
         """Sample a token for each row of logits, and count it.
 
@@ -209,86 +203,22 @@ class Sampler:
                 is the last token of its prompt.
             rows: the row that each belongs to, all different, in any order; None means the first num_rows rows.
             road: one that covers what the rows need; None: just what they need.
-            out: `[num_rows]` int64, written with the token ids when given.
+            out: with what the road asks for, written and returned when given.
         """
         num_rows = logits.shape[0]
         road = road or self.road(range(num_rows) if rows is None else rows)
         index = self._row_numbers[:num_rows] if rows is None else torch.tensor(rows, device=self.device)
         assert index.shape == positions.shape == (num_rows,), "one row number and one position for each row of logits"
-        if self._workspace is not None:
-            token_ids = self._sample_rows(logits, positions, index, road, self._workspace, out)
-        else:
-            token_ids = self._sample_apart(logits, positions, rows, index, road, out)
+        lists = self._bias_ids, self._biases, self._banned_ids, self._is_banned
+        counts = self.claim_counts() if road.penalties else ()
+        state = SamplingRows(self._reals, self._integers, *lists, *counts)
+        token_out = None if out is None else out.token_ids
+        token_ids = sample_rows(logits, positions, index, state, road, workspace=self._workspace, out=token_out)
         if not road.logprobs:
             return SampledTokens(token_ids)
-        return SampledTokens(token_ids, *logprobs(logits, token_ids, road.num_top_logprobs))
-
-    def _sample_rows(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        index: Tensor,
-        road: SampleRoad,
-        workspace: SampleWorkspace,
-        out: Tensor | None,
-    ) -> Tensor:
-        counts = self.claim_counts() if road.penalties else ()
-        steps = SampleSteps(
-            random=road.random,
-            top_k=road.top_k,
-            top_p=road.top_p,
-            min_p=road.min_p,
-            penalties=road.penalties,
-            biases=road.biases,
-            bans=road.bans,
-        )
-        lists = self._bias_ids, self._biases, self._banned_ids, self._is_banned
-        state = SamplingRows(self._reals, self._integers, *lists, *counts)
-        return sample_rows(logits, positions, index, state, steps, workspace=workspace, out=out)
-
-    def _sample_apart(
-        self,
-        logits: Tensor,
-        positions: Tensor,
-        rows: Sequence[int] | None,
-        index: Tensor,
-        road: SampleRoad,
-        out: Tensor | None,
-    ) -> Tensor:
-        """One operation after another."""
-        num_rows = logits.shape[0]
-
-        def take(state: Tensor) -> Tensor:
-            return state[:num_rows] if rows is None else state[index]
-
-        reals, integers = take(self._reals).unbind(1), take(self._integers).unbind(1)
-        adjusted = logits
-        if road.biases:
-            adjusted = logit_bias(adjusted, take(self._bias_ids), take(self._biases))
-        if road.penalties:
-            in_prompt, output_counts = (take(counts) for counts in self.claim_counts())
-            strengths = reals[_REPETITION], reals[_PRESENCE], reals[_FREQUENCY]
-            adjusted = penalties(adjusted, in_prompt, output_counts, *strengths)
-        if road.bans:
-            active = take(self._is_banned) & (positions < integers[_FREE_POSITION])[:, None]
-            adjusted = ban_tokens(adjusted, take(self._banned_ids), active)
-        if road.random:
-            token_ids = sample(
-                adjusted,
-                reals[_TEMPERATURE],
-                integers[_TOP_K] if road.top_k else None,
-                reals[_TOP_P] if road.top_p else None,
-                reals[_MIN_P] if road.min_p else None,
-                integers[_SEED],
-                integers[_SAMPLE_INDEX],
-                positions,
-                out=out,
-            )
-        else:
-            token_ids = greedy(adjusted, out=out)
-        if road.penalties:
-            count_tokens(self.claim_counts()[1], index, token_ids)
-        return token_ids
+        probs_out = None if out is None else out.for_logprobs()
+        k, workspace = road.num_top_logprobs, self._logprobs_workspace
+        return SampledTokens(token_ids, *logprobs(logits, token_ids, k, workspace=workspace, out=probs_out))
 
     def _histogram(self, token_ids: Sequence[int]) -> Tensor:
         return torch.bincount(torch.tensor(token_ids, dtype=torch.int64), minlength=self.vocab_size)

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from ostinato.kernels import SINK_BLOCK
 from ostinato.model import Decoder
-from ostinato.runtime import Engine, GraphsRequiredError, Path, Reason, SamplingParams, Sequence, cuda_graph_runner
+from ostinato.runtime import (
+    Engine,
+    GraphsRequiredError,
+    Path,
+    Reason,
+    SamplingParams,
+    Sequence,
+    cuda_graph_runner,
+    decode_pieces,
+)
 from ostinato.runtime.cuda_backend import graph_backend
 from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
 from ostinato.runtime.decode_pieces import GRAPH_ROADS
@@ -183,18 +192,19 @@ def test_nothing_that_outlives_a_replay_lies_in_the_pool(shared: Callable[..., E
 def test_the_alias_checker_names_an_output_in_the_pool(
     engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: log-probabilities, which no kernel writes to a claimed buffer, left where they were made. The
-    engine does not start."""
+    """Negative control: what is sampled goes to no claimed buffer and is left where it was made. The engine does not
+    start."""
 
     def leave_in_pool(run: Any, warm_outputs: Any, pool: Any, device: Any, autocast_dtype: Any) -> Any:
         return capture_into_graph(run, pool, device, autocast_dtype)
 
     monkeypatch.setattr(cuda_graph_runner, "capture_with_static_outputs", leave_in_pool)
+    monkeypatch.setattr(decode_pieces, "sampled_buffers", lambda buffers, rows, road: None)
     with pytest.raises(RuntimeError, match="graphs would overwrite what must last") as caught:
         engine(largest=6, capture_sizes=(2,))
     found = str(caught.value).partition(": ")[2].split("; ")
-    assert len(found) == 3 * 2, found
-    assert {line.split()[1] for line in found} == {"logprobs", "top_logprobs", "top_token_ids"}
+    assert len(found) == (3 + 3) * 2, found  # tokens of three kinds of sampling, log-probabilities of one
+    assert {line.split()[1] for line in found} == {"token_ids", "logprobs", "top_logprobs", "top_token_ids"}
 
 
 @pytest.mark.parametrize("mode", ["whole", "piecewise"])

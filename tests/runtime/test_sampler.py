@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from ostinato.runtime.sampler import MAX_BANNED_IDS, Sampler
+from ostinato.runtime.sampler import MAX_BANNED_IDS, SampledTokens, Sampler
 from ostinato.runtime.sampling_params import SamplingParams
 
 VOCAB_SIZE = 128
@@ -302,18 +302,20 @@ def test_a_greedy_batch_needs_no_random_road_and_counts_are_claimed_late() -> No
 
 
 @pytest.mark.parametrize("params", KINDS, ids=KIND_IDS)
-def test_token_ids_go_to_out_and_logits_stay_as_they_are(
+def test_everything_goes_to_out_and_logits_stay_as_they_are(
     params: SamplingParams, nan_poison: Callable[..., torch.Tensor]
 ) -> None:
     outputs = []
-    for out in (None, nan_poison(1, dtype=torch.int64)):
+    ids, top_ids = nan_poison(1, dtype=torch.int64), nan_poison(1, 3, dtype=torch.int64)
+    for out in (None, SampledTokens(ids, nan_poison(1), top_ids, nan_poison(1, 3))):
         sampler = Sampler(1, VOCAB_SIZE, device="cpu")
         Request(params, 9, [1, 2], stop_token_ids=(4,)).enter(sampler, 0)
         logits = fake_logits([1, 2])[None]
         sampled = sampler.sample(logits, torch.tensor([1]), out=out)
         assert torch.equal(logits[0], fake_logits([1, 2]))
-        assert out is None or sampled.token_ids is out
-        outputs.append(sampled.token_ids.tolist())
+        written = {name: tensor for name, tensor in vars(sampled).items() if tensor is not None}
+        assert out is None or all(tensor is getattr(out, name) for name, tensor in written.items())
+        outputs.append({name: tensor.tolist() for name, tensor in written.items()})
     assert outputs[0] == outputs[1]
 
 
@@ -329,20 +331,6 @@ def test_state_keeps_its_addresses() -> None:
     sampler.clear_row(1)
     after = [*sampler.claim_counts(), *(value for value in vars(sampler).values() if torch.is_tensor(value))]
     assert [tensor.data_ptr() for tensor in after] == addresses
-
-
-def test_the_switch_to_sample_rows_changes_no_token() -> None:
-    """On a CPU both ways are references: lists, counts and numbers reach `sample_rows` as they reach the operations."""
-    outputs = []
-    for kernels in (False, True):
-        sampler = Sampler(8, VOCAB_SIZE, device="cpu", kernels=kernels)
-        rows = dict(enumerate(neighbours(8)))
-        for row, each in rows.items():
-            each.enter(sampler, row)
-        for i in range(6):
-            step(sampler, rows, packed=i % 2 == 0)
-        outputs.append([each.output for each in rows.values()])
-    assert outputs[0] == outputs[1]
 
 
 def test_lists_of_ids_ascend_behind_what_is_unused() -> None:

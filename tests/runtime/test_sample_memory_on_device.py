@@ -1,0 +1,29 @@
+"""What sampling adds to the memory of graphs at a large vocabulary."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.model import SHAPES
+from ostinato.runtime import Engine, EngineConfig
+from ostinato.weights import dummy_model
+
+VOCAB, ROWS = 128256, 32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_no_kind_of_sampling_keeps_rows_of_the_vocabulary_in_the_pool(mode: Any) -> None:
+    """Greedy, random and everything, with one copy of the logits at most, where the head's are not a claimed buffer."""
+    shape = replace(SHAPES["smollm2-135m"], vocab_size=VOCAB, num_layers=1)
+    model = dummy_model(shape, dtype=torch.bfloat16, device="cuda")
+    sizes: dict[str, Any] = {"max_num_seqs": ROWS, "max_model_len": 256, "capture_sizes": (1, 8, ROWS)}
+    config = EngineConfig(graphs=mode, kv_cache_memory_bytes=1 << 26, **sizes)
+    graphs = Engine(model, config, tokenizer=None, eos_token_ids=()).decode_runner.graphs
+    assert graphs is not None
+    assert graphs.drops() == []
+    print("\n".join(graphs.ledger.lines()))
+    logits = ROWS * VOCAB * 2
+    assert graphs.backend.pool_bytes(graphs.resources.pool) <= logits + (8 << 20)
