@@ -1,9 +1,10 @@
-"""The choice of tokens from given logits: the kernels of `sample_rows`, and the reference, in one graph each.
+"""The choice of tokens from given logits, and log-probabilities: the kernels, and the references, in one graph each.
 
-    python bench/sampling.py OUT.jsonl SECONDS COMMIT [STEPS:BATCH,...]
+    python bench/sampling.py OUT.jsonl SECONDS COMMIT [WORK:BATCH,...]
 
-The vocabulary is that of Llama 3, 128256. STEPS is greedy, temperature, top_k_top_p or everything. Eight sets of logits
-take turns within a graph, so that they are not in the L2 for having been there a moment ago.
+The vocabulary is that of Llama 3, 128256. WORK is a kind of `sample_rows` (greedy, temperature, top_p, top_k_top_p or
+everything) or logprobs, with 20 alternatives. Eight sets of logits take turns within a graph, so that they are not in
+the L2 for having been there a moment ago.
 """
 
 import sys
@@ -13,16 +14,27 @@ import aot
 import harness
 import torch
 
-from ostinato.kernels import UNUSED_BIAS, SampleSteps, SampleWorkspace, SamplingRows, sample_rows, sample_rows_ref
+from ostinato.kernels import (
+    UNUSED_BIAS,
+    LogprobsWorkspace,
+    SampleSteps,
+    SampleWorkspace,
+    SamplingRows,
+    logprobs,
+    logprobs_ref,
+    sample_rows,
+    sample_rows_ref,
+)
 
 VOCAB, SETS, WIDTH, BANS = 128256, 8, 1024, 128
 STEPS = {
     "greedy": SampleSteps(),
     "temperature": SampleSteps(random=True),
+    "top_p": SampleSteps(random=True, top_p=True),
     "top_k_top_p": SampleSteps(random=True, top_k=True, top_p=True),
     "everything": SampleSteps(True, True, True, True, True, True, True),
 }
-CELLS = [f"{steps}:{batch}" for steps in STEPS for batch in (1, 8, 32)]
+CELLS = [f"{work}:{batch}" for work in (*STEPS, "logprobs") for batch in (1, 8, 32)]
 
 
 class Sampling:
@@ -56,27 +68,55 @@ class Sampling:
         for logits, out in zip(self.logits, self.out, strict=True):
             sample_rows_ref(logits, self.positions, self.rows, self.state, self.steps, out=out)
 
-    def differing(self) -> int:
-        """How many of the tokens are not the reference's, which near-ties may make one or two."""
+    def differing(self) -> tuple[int, int]:
+        """How many of how many tokens are not the reference's, which near-ties may make one or two."""
         if self.steps.penalties:
-            return 0  # each run counts its tokens, so the second sees other counts
+            return 0, 0  # each run counts its tokens, so the second sees other counts
         self.run()
         ours = self.out.clone()
         self.run_reference()
-        return int((ours != self.out).sum())
+        return int((ours != self.out).sum()), ours.numel()
+
+
+class Logprobs:
+    """Of `batch` rows, with 20 alternatives."""
+
+    def __init__(self, batch: int, device: str) -> None:
+        self.logits = [(torch.randn(batch, VOCAB, device=device) * 2.5).bfloat16() for _ in range(SETS)]
+        self.token_ids = torch.arange(batch, device=device)
+        self.workspace = LogprobsWorkspace(batch, VOCAB, device=device)
+        self.out = logprobs(self.logits[0], self.token_ids, 20, workspace=self.workspace)
+
+    def run(self) -> None:
+        for logits in self.logits:
+            logprobs(logits, self.token_ids, 20, workspace=self.workspace, out=self.out)
+
+    def run_reference(self) -> None:
+        for logits in self.logits:
+            logprobs_ref(logits, self.token_ids, 20, out=self.out)
+
+    def differing(self) -> tuple[int, int]:
+        """How many of how many ids of the last set are not the reference's."""
+        self.run()
+        ours = self.out[1].clone()
+        self.run_reference()
+        return int((ours != self.out[1]).sum()), ours.numel()
+
+
+def work_of(name: str, device: str) -> Sampling | Logprobs:
+    work, batch = name.split(":")
+    return Logprobs(int(batch), device) if work == "logprobs" else Sampling(work, int(batch), device)
 
 
 def measure(names: list[str], recorder: harness.Recorder) -> None:
     for name in recorder.cells(names):
-        steps, batch = name.split(":")
-        sampling = Sampling(steps, int(batch), "cuda")
-        differing = sampling.differing()
-        timing = harness.time_graph(harness.capture(sampling.run), per_sample=4)
-        reference = harness.time_graph(harness.capture(sampling.run_reference), replays=10)
+        work, batch = work_of(name, "cuda"), int(name.split(":")[1])
+        differing, compared = work.differing()
+        timing = harness.time_graph(harness.capture(work.run), per_sample=4)
+        reference = harness.time_graph(harness.capture(work.run_reference), replays=10)
         one = harness.Timing(*(value / SETS for value in vars(timing).values()))
-        num_bytes = 2.0 * VOCAB * int(batch)
-        facts = {"reference": reference.median / SETS, "differing": differing, "of": SETS * int(batch)}
-        recorder.record(f"sampling/{name}", one, num_bytes=num_bytes, **facts)
+        facts = {"reference": reference.median / SETS, "differing": differing, "of": compared}
+        recorder.record(f"sampling/{name}", one, num_bytes=2.0 * VOCAB * batch, **facts)
         print(
             f"{name:16s} {one.median:8.2f} us, reference {facts['reference']:8.1f} us, {differing} differ", flush=True
         )
@@ -85,8 +125,7 @@ def measure(names: list[str], recorder: harness.Recorder) -> None:
 def main(path: str, seconds: float, commit_id: str, names: list[str]) -> None:
     with aot.recording() as launches:
         for name in names:
-            steps, batch = name.split(":")
-            Sampling(steps, int(batch), "meta").run()
+            work_of(name, "meta").run()
     unique = list({launch.key: launch for launch in launches}.values())
     print(f"{len(unique)} kernels to compile", flush=True)
     aot.compile_everywhere(unique, (90,), 15)
