@@ -19,11 +19,14 @@ from ._triton import tl, triton
 def scan_kernel(
     logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_chunks,
     reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-    values_ptr, ids_ptr, lows_ptr, histogram_ptr, sums_ptr,
+    values_ptr, ids_ptr, lows_ptr, maxima_ptr, histogram_ptr, sums_ptr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr, PENALTIES: tl.constexpr, FILTERS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the extremes of one stretch of a row; the first of a row empties what the row counts in."""
+    """A program finds the extremes of one stretch of a row and the maxima of its groups of 64 neighbours.
+
+    The first program of a row empties what the row counts in.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -44,6 +47,8 @@ def scan_kernel(
     if FILTERS:
         low = tl.min(tl.where(values > float("-inf"), clamped(values), float("inf")), 0)
         tl.store(lows_ptr + slot * num_chunks + chunk, low)
+        maxima = tl.max(tl.reshape(clamped(values), (BLOCK // 64, 64)), 1)
+        tl.store(maxima_ptr + (slot * num_chunks + chunk) * (BLOCK // 64) + tl.arange(0, BLOCK // 64), maxima)
         if chunk == 0:
             tl.store(histogram_ptr + slot * 256 + tl.arange(0, 256), tl.zeros((256,), tl.int32))
             tl.store(sums_ptr + slot * 8 + tl.arange(0, 8), tl.zeros((8,), tl.int64))
@@ -58,44 +63,45 @@ def race_kernel(
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr, PENALTIES: tl.constexpr,
     FILTERS: tl.constexpr, MIN_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the winner among the tokens of one stretch of a row; random bits only where one may be drawn."""
+    """A program finds the winners of some stretches of a row; random bits only where a token may be drawn."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(1).to(tl.int64)
-    chunk = tl.program_id(0)
     row = tl.load(rows_ptr + slot)
     temperature = tl.load(reals_ptr + row * 6)
     border = row * 0 - 562949953421312
     if FILTERS:
         border = tl.load(sums_ptr + slot * 8 + 7)
     if (temperature > 0) & (border < 1125899906842624):
-        first = chunk * BLOCK
-        ids = first + tl.arange(0, BLOCK)
         position = tl.load(positions_ptr + slot)
-        values = clamped(row_values(
-            logits_ptr, stride, slot, row, position, first, vocab_size, reals_ptr, integers_ptr,
-            bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-            BLOCK, WIDTH, BANS, PENALTIES,
-        ))  # fmt: skip
-        weights = weights_of(row_largest(values_ptr, slot, num_chunks, CHUNKS) - values, temperature)
-        kept = (ids < vocab_size) & (weights > 0)
-        if FILTERS:
-            kept = kept & (ordering_keys(values, ids) >= border)
-        if MIN_P:
-            kept = kept & (weights >= tl.load(reals_ptr + row * 6 + 2))
-        best = temperature * 0.0
-        winner = first + row.to(tl.int32) * 0
-        if tl.max(kept.to(tl.int32), 0) > 0:
-            seed, sample_index = tl.load(integers_ptr + row * 4 + 1), tl.load(integers_ptr + row * 4 + 2)
-            groups = first // 4 + tl.arange(0, BLOCK // 4)
-            word0, word1, word2, word3 = random_words(seed, sample_index, position, groups)
-            bits = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
-            race = tl.where(kept, weights / exponentials(bits), 0.0)
-            best = tl.max(race, 0)
-            winner = tl.min(tl.where((race == best) & (ids < vocab_size), ids, 2147483647), 0)
-        tl.store(race_values_ptr + slot * num_chunks + chunk, best)
-        tl.store(race_ids_ptr + slot * num_chunks + chunk, winner)
+        largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
+        seed, sample_index = tl.load(integers_ptr + row * 4 + 1), tl.load(integers_ptr + row * 4 + 2)
+        for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+            first = chunk * BLOCK
+            ids = first + tl.arange(0, BLOCK)
+            values = clamped(row_values(
+                logits_ptr, stride, slot, row, position, first, vocab_size, reals_ptr, integers_ptr,
+                bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+                BLOCK, WIDTH, BANS, PENALTIES,
+            ))  # fmt: skip
+            weights = weights_of(largest - values, temperature)
+            kept = (ids < vocab_size) & (weights > 0)
+            if FILTERS:
+                kept = kept & (ordering_keys(values, ids) >= border)
+            if MIN_P:
+                kept = kept & (weights >= tl.load(reals_ptr + row * 6 + 2))
+            best = temperature * 0.0
+            winner = first + row.to(tl.int32) * 0
+            if tl.max(kept.to(tl.int32), 0) > 0:
+                groups = first // 4 + tl.arange(0, BLOCK // 4)
+                word0, word1, word2, word3 = random_words(seed, sample_index, position, groups)
+                bits = tl.interleave(tl.interleave(word0, word2), tl.interleave(word1, word3))
+                race = tl.where(kept, weights / exponentials(bits), 0.0)
+                best = tl.max(race, 0)
+                winner = tl.min(tl.where((race == best) & (ids < vocab_size), ids, 2147483647), 0)
+            tl.store(race_values_ptr + slot * num_chunks + chunk, best)
+            tl.store(race_ids_ptr + slot * num_chunks + chunk, winner)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks"])

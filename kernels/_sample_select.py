@@ -1,11 +1,14 @@
-"""The border of top-k and top-p in four launches, with no sort: count, plan, collect, resolve.
+"""Which tokens of a row top-k and top-p leave, with no sort.
 
-Bins of distance from the largest value take the place of a radix sort's first digits. Counts of the bins say which one
-holds the border of top-k, and between which two that of top-p lies, since a bin's mass is known to within its width.
-Where few tokens lie down to there, they are listed, and one program ranks them and draws one at once. Else only what is
-in the borders' bins is listed, and all that is above them is summed, exactly: one program then finds the border among
-the listed keys bit by bit. A row whose list does not fit, or for which the bins were misjudged, is searched whole: the
-same result, later.
+At first for few of them: the k-th largest of the maxima of groups is no larger than the k-th largest token, so what is
+not below it is listed; the list has the first k, or it has the mass that top-p wants, or the row is not one of few
+tokens. One program ranks those and draws.
+
+Other rows are counted by bins of distance from the largest value, which take the place of a radix sort's first digits.
+The counts say which bin holds the border of top-k, and between which two that of top-p lies, since a bin's mass is
+known to within its width. Only what is in those bins is listed; all that is above them is summed, exactly. One program
+then finds the border among the listed keys bit by bit. A row whose list does not fit, or for which the bins were
+misjudged, is searched whole: the same result, later.
 """
 
 from typing import no_type_check
@@ -16,6 +19,7 @@ from ._sample_values import (
     exponentials,
     ids_of_keys,
     mass_of,
+    ordered_int32,
     ordering_keys,
     random_words,
     row_largest,
@@ -26,8 +30,9 @@ from ._sample_values import (
 )
 from ._triton import tl, triton
 
-# int64 a row: mass above k's bin and above p's, tokens listed, k's bin, k left in it, p's bins, the result. Where k's
-# bin is -1, all that may be drawn is listed. The result is the least key that may be drawn, or 2**50 + the token drawn.
+# int64 a row. For few tokens: all mass, mass listed, tokens listed, the least ordered value to list. From the plan on:
+# mass above k's bin and above p's, tokens listed, k's bin, k left in it, p's bins; where k's bin is -1, few tokens are
+# listed as they were. At last the result: the least key that may be drawn, or 2**50 and the token drawn.
 NUM_SUMS = 8
 
 
@@ -42,33 +47,81 @@ def row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K: tl.constexpr, T
     return temperature, tl.where((temperature > 0) & (k >= 1) & (k < vocab_size), k, 0), p
 
 
+@triton.jit
+@no_type_check
+def mass_target(p, total):
+    return tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+@no_type_check
+def is_of_few(sums_ptr, k, p, FEW: tl.constexpr):
+    """Whether all tokens that a row may draw are listed, before the plan."""
+    total, mass, listed = tl.load(sums_ptr), tl.load(sums_ptr + 1), tl.load(sums_ptr + 2)
+    return (listed <= FEW) & tl.where(k > 0, listed >= k, mass >= mass_target(p, total))
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_groups"])
+@no_type_check
+def least_kernel(
+    rows_ptr, vocab_size, num_groups, reals_ptr, integers_ptr, maxima_ptr, sums_ptr,
+    GROUPS: tl.constexpr, FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program finds the least value to list of one row; more groups than wanted may reach it."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    slot = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows_ptr + slot)
+    _, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
+    if (k > 0) | (p < 1.0):
+        group = tl.arange(0, GROUPS)
+        inside = group < num_groups
+        maxima = tl.load(maxima_ptr + slot * num_groups + group, mask=inside, other=float("-inf"))
+        ordered = tl.where(inside, ordered_int32(maxima), -2147483648).to(tl.int64)
+        wanted = tl.where(k > 0, k, FEW // 4)
+        low = tl.min(tl.where(inside, ordered, 2147483647), 0)
+        high = tl.max(ordered, 0)
+        number = wanted * 0 + num_groups
+        while (low < high) & (number > wanted + wanted // 4):
+            middle = low + (high - low + 1) // 2
+            reached = tl.sum((ordered >= middle).to(tl.int32), 0).to(tl.int64)
+            high = tl.where(reached >= wanted, high, middle - 1)
+            low = tl.where(reached >= wanted, middle, low)
+            number = tl.where(reached >= wanted, reached, number)
+        tl.store(sums_ptr + slot * 8 + 3, tl.where(wanted <= FEW, low, 2147483648))
+
+
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
 @no_type_check
 def count_kernel(
     logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_chunks,
     reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-    values_ptr, lows_ptr, histogram_ptr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr, PENALTIES: tl.constexpr,
-    TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
+    values_ptr, lows_ptr, histogram_ptr, sums_ptr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr,
+    PENALTIES: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program adds one stretch of a row to the counts of the row's bins."""
+    """A program adds some stretches of a row to the counts of the row's bins."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + slot)
     temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
-    if (k > 0) | (p < 1.0):
-        first = tl.program_id(0) * BLOCK
-        values = clamped(row_values(
-            logits_ptr, stride, slot, row, tl.load(positions_ptr + slot), first, vocab_size, reals_ptr, integers_ptr,
-            bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-            BLOCK, WIDTH, BANS, PENALTIES,
-        ))  # fmt: skip
+    if ((k > 0) | (p < 1.0)) & (is_of_few(sums_ptr + slot * 8, k, p, FEW) == 0):
+        position = tl.load(positions_ptr + slot)
         largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
         scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
-        inside = first + tl.arange(0, BLOCK) < vocab_size
-        counts = tl.histogram(distance_bins(values, largest, scale), 256, mask=inside)
+        counts = tl.zeros((256,), tl.int32)
+        for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+            first = chunk * BLOCK
+            values = clamped(row_values(
+                logits_ptr, stride, slot, row, position, first, vocab_size, reals_ptr, integers_ptr,
+                bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+                BLOCK, WIDTH, BANS, PENALTIES,
+            ))  # fmt: skip
+            inside = first + tl.arange(0, BLOCK) < vocab_size
+            counts += tl.histogram(distance_bins(values, largest, scale), 256, mask=inside)
         place = histogram_ptr + slot * 256 + tl.arange(0, 256)
         tl.atomic_add(place, counts, mask=counts > 0, sem="relaxed")
 
@@ -79,39 +132,40 @@ def plan_kernel(
     rows_ptr, vocab_size, num_chunks, reals_ptr, integers_ptr, values_ptr, lows_ptr, histogram_ptr, sums_ptr,
     CHUNKS: tl.constexpr, FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the bins of one row's borders, or, where few tokens may be drawn, all bins of these."""
+    """A program finds the bins of one row's borders."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0).to(tl.int64)
     row = tl.load(rows_ptr + slot)
     temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
+    sums = sums_ptr + slot * 8
     if (k > 0) | (p < 1.0):
-        bin_ = tl.arange(0, 256)
-        counts = tl.load(histogram_ptr + slot * 256 + bin_)
-        upto = tl.cumsum(counts, 0)
-        k_bin = tl.where(k > 0, tl.sum((upto < k).to(tl.int32), 0), 256)
-        k_left = k - tl.sum(tl.where(bin_ < k_bin, counts, 0), 0)
-        p_first = k_bin * 0 + 256
-        p_last = k_bin * 0 - 1
-        if p < 1.0:
-            largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
-            scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
-            kept = tl.where(bin_ < k_bin, counts, tl.where(bin_ == k_bin, k_left.to(tl.int32), 0)).to(tl.float32)
-            heavy = kept * weights_of(bin_.to(tl.float32) / scale, temperature)
-            light = tl.where(bin_ < 255, kept * weights_of((bin_ + 1).to(tl.float32) / scale, temperature), 0.0)
-            # The border's bin is the first with mass up to it >= p * all, that is (1 - p) * up to it >= p * below it.
-            heavy_below = tl.cumsum(heavy, 0, reverse=True) - heavy
-            light_below = tl.cumsum(light, 0, reverse=True) - light
-            p_first = tl.sum(((1.0 - p) * tl.cumsum(heavy, 0) * 1.001 < p * light_below).to(tl.int32), 0)
-            p_last = tl.sum(((1.0 - p) * tl.cumsum(light, 0) < p * heavy_below * 1.001).to(tl.int32), 0)
-        last = tl.where(k > 0, k_bin, p_last)
-        few = tl.sum(tl.where(bin_ <= last, counts, 0), 0) <= FEW
-        sums = sums_ptr + slot * 8
-        tl.store(sums + 3, tl.where(few, -1, k_bin).to(tl.int64))
-        tl.store(sums + 4, k_left.to(tl.int64))
-        tl.store(sums + 5, tl.where(few, 0, p_first).to(tl.int64))
-        tl.store(sums + 6, tl.where(few, last, p_last).to(tl.int64))
+        if is_of_few(sums, k, p, FEW):
+            tl.store(sums + 3, k * 0 - 1)
+        else:
+            bin_ = tl.arange(0, 256)
+            counts = tl.load(histogram_ptr + slot * 256 + bin_)
+            upto = tl.cumsum(counts, 0)
+            k_bin = tl.where(k > 0, tl.sum((upto < k).to(tl.int32), 0), 256)
+            k_left = k - tl.sum(tl.where(bin_ < k_bin, counts, 0), 0)
+            p_first = k_bin * 0 + 256
+            p_last = k_bin * 0 - 1
+            if p < 1.0:
+                largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
+                scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
+                kept = tl.where(bin_ < k_bin, counts, tl.where(bin_ == k_bin, k_left.to(tl.int32), 0)).to(tl.float32)
+                heavy = kept * weights_of(bin_.to(tl.float32) / scale, temperature)
+                light = tl.where(bin_ < 255, kept * weights_of((bin_ + 1).to(tl.float32) / scale, temperature), 0.0)
+                # The border's bin is the first with mass up to it >= p * all: (1 - p) * up to it >= p * below it.
+                heavy_below = tl.cumsum(heavy, 0, reverse=True) - heavy
+                light_below = tl.cumsum(light, 0, reverse=True) - light
+                p_first = tl.sum(((1.0 - p) * tl.cumsum(heavy, 0) * 1.001 < p * light_below).to(tl.int32), 0)
+                p_last = tl.sum(((1.0 - p) * tl.cumsum(light, 0) < p * heavy_below * 1.001).to(tl.int32), 0)
+            tl.store(sums + tl.arange(0, 4), tl.where(tl.arange(0, 4) == 3, k_bin, 0).to(tl.int64))
+            tl.store(sums + 4, k_left.to(tl.int64))
+            tl.store(sums + 5, p_first.to(tl.int64))
+            tl.store(sums + 6, p_last.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
@@ -120,11 +174,12 @@ def collect_kernel(
     logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_chunks,
     reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
     values_ptr, lows_ptr, sums_ptr, listed_ptr,
-    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr,
-    PENALTIES: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, CHUNKS: tl.constexpr, CAPACITY: tl.constexpr, BY_BINS: tl.constexpr, WIDTH: tl.constexpr,
+    BANS: tl.constexpr, PENALTIES: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program lists what one stretch of a row has in the bins of the plan, and sums the mass above them.
+    """A program lists what some stretches of a row have in the bins of the plan, and sums the mass above them.
 
+    Not by bins, it lists what is not below the least value to list, and sums its mass and all.
     The order of the list is open; all that is made of it are integer sums.
     """
     if PDL:
@@ -133,30 +188,47 @@ def collect_kernel(
     slot = tl.program_id(1).to(tl.int64)
     row = tl.load(rows_ptr + slot)
     temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
-    if (k > 0) | (p < 1.0):
-        first = tl.program_id(0) * BLOCK
-        ids = first + tl.arange(0, BLOCK)
-        values = clamped(row_values(
-            logits_ptr, stride, slot, row, tl.load(positions_ptr + slot), first, vocab_size, reals_ptr, integers_ptr,
-            bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-            BLOCK, WIDTH, BANS, PENALTIES,
-        ))  # fmt: skip
+    sums = sums_ptr + slot * 8
+    least = tl.load(sums + 3)  # value, or k's bin
+    active = (k > 0) | (p < 1.0)
+    summed = p < 1.0
+    if BY_BINS:
+        active = active & (least >= 0)
+    else:
+        summed = summed & (k == 0)
+    if active:
+        position = tl.load(positions_ptr + slot)
         largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
         scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
-        bins = distance_bins(values, largest, scale)
-        sums = sums_ptr + slot * 8
-        k_bin, p_first, p_last = tl.load(sums + 3), tl.load(sums + 5), tl.load(sums + 6)
-        if (p < 1.0) & ((k == 0) | (k_bin >= 0)):
-            mass = mass_of(weights_of(largest - values, temperature))
-            above = tl.sum(tl.where(bins < tl.where(k_bin < 0, 256, k_bin), mass, 0), 0)
-            tl.atomic_add(sums, above, sem="relaxed")
-            tl.atomic_add(sums + 1, tl.sum(tl.where(bins < p_first, mass, 0), 0), sem="relaxed")
-        chosen = (ids < vocab_size) & ((bins == k_bin) | ((bins >= p_first) & (bins <= p_last)))
-        number = tl.sum(chosen.to(tl.int32), 0)
-        if number > 0:
-            place = tl.atomic_add(sums + 2, number.to(tl.int64), sem="relaxed").to(tl.int32)
-            place += tl.cumsum(chosen.to(tl.int32), 0) - 1
-            tl.store(listed_ptr + slot * CAPACITY + place, ordering_keys(values, ids), mask=chosen & (place < CAPACITY))
+        p_first, p_last = tl.load(sums + 5), tl.load(sums + 6)
+        for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
+            highest = ordered_int32(clamped(tl.load(values_ptr + slot * num_chunks + chunk)))
+            if summed | BY_BINS | (highest >= least):
+                first = chunk * BLOCK
+                ids = first + tl.arange(0, BLOCK)
+                inside = ids < vocab_size
+                values = clamped(row_values(
+                    logits_ptr, stride, slot, row, position, first, vocab_size, reals_ptr, integers_ptr,
+                    bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+                    BLOCK, WIDTH, BANS, PENALTIES,
+                ))  # fmt: skip
+                if BY_BINS:
+                    bins = distance_bins(values, largest, scale)
+                    chosen = inside & ((bins == least) | ((bins >= p_first) & (bins <= p_last)))
+                    above, above_p = bins < least, bins < p_first
+                else:
+                    chosen = inside & (ordered_int32(values) >= least)
+                    above, above_p = inside, chosen
+                if summed:
+                    mass = mass_of(weights_of(largest - values, temperature))
+                    tl.atomic_add(sums, tl.sum(tl.where(above, mass, 0), 0), sem="relaxed")
+                    tl.atomic_add(sums + 1, tl.sum(tl.where(above_p, mass, 0), 0), sem="relaxed")
+                number = tl.sum(chosen.to(tl.int32), 0)
+                if number > 0:
+                    place = tl.atomic_add(sums + 2, number.to(tl.int64), sem="relaxed").to(tl.int32)
+                    place += tl.cumsum(chosen.to(tl.int32), 0) - 1
+                    fits = chosen & (place < CAPACITY)
+                    tl.store(listed_ptr + slot * CAPACITY + place, ordering_keys(values, ids), mask=fits)
 
 
 @triton.jit
@@ -188,12 +260,6 @@ def draw_of_few(
     race = tl.where(kept, weights / exponentials(bits), 0.0)
     best = tl.max(race, 0)
     return tl.where(best > 0, tl.min(tl.where(kept & (race == best), ids, 2147483647), 0), 0)
-
-
-@triton.jit
-@no_type_check
-def mass_target(p, total):
-    return tl.maximum(tl.ceil(p.to(tl.float64) * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit

@@ -11,7 +11,20 @@ from typing import no_type_check
 from ._triton import tl, triton
 
 ID_BITS = 18  # vocabularies to 256k; the kernels spell it out
-NUM_BINS = 256  # of distance from the largest value; the kernels spell it out, too
+GROUP = 64  # neighbours whose largest value is kept; the kernels spell it out
+NUM_BINS = 256  # of distance from the largest value; the kernels spell it out
+
+
+@triton.jit
+@no_type_check
+def wide_load(row_ptr, first, vocab_size, BLOCK: tl.constexpr):
+    """BLOCK logits of a row from id `first` on in float32, -inf outside; with no mask where none is needed."""
+    ids = first + tl.arange(0, BLOCK)
+    if first + BLOCK <= vocab_size:
+        values = tl.load(row_ptr + ids).to(tl.float32)
+    else:
+        values = tl.load(row_ptr + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    return values
 
 
 @triton.jit
@@ -28,11 +41,7 @@ def row_values(
     """
     ids = first + tl.arange(0, BLOCK)
     inside = ids < vocab_size
-    logits_ptr += slot * stride
-    if first + BLOCK <= vocab_size:  # without a mask it is a wide load
-        values = tl.load(logits_ptr + ids).to(tl.float32)
-    else:
-        values = tl.load(logits_ptr + ids, mask=inside, other=float("-inf")).to(tl.float32)
+    values = wide_load(logits_ptr + slot * stride, first, vocab_size, BLOCK)
     if WIDTH > 0:
         last = row * WIDTH + WIDTH - 1
         if (tl.load(bias_ids_ptr + last) > 0) | (tl.load(biases_ptr + last) != 0.0):
@@ -119,11 +128,17 @@ def mass_of(weights):
 
 @triton.jit
 @no_type_check
+def ordered_int32(values):
+    """int32 that compare as float32 do; see `ordered_int32_ref`."""
+    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+@no_type_check
 def ordering_keys(values, ids):
     """int64 that sort by value, then lower id; see `ordering.py`. 32 bits of value over 18 of the id's complement."""
-    bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 18) | (262143 - ids).to(tl.int64)
+    return (ordered_int32(values).to(tl.int64) << 18) | (262143 - ids).to(tl.int64)
 
 
 @triton.jit

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from . import _triton
-from ._sample_values import ID_BITS, ids_of_keys, ordering_keys, values_of_keys
+from ._sample_values import GROUP, ID_BITS, ids_of_keys, ordering_keys, values_of_keys, wide_load
 from ._triton import tl, triton
 from .ordering import ordering_keys_ref
 
 MOST_TOP = 32  # most probable tokens that the kernels find
-_BLOCK, _GROUP = 4096, 64
+_BLOCK = 4096
 
 
 class LogprobsWorkspace:
@@ -22,7 +22,7 @@ class LogprobsWorkspace:
         num_chunks = -(-vocab_size // _BLOCK)
         self.largest = torch.empty(max_num_rows * num_chunks, dtype=torch.float32, device=device)
         self.sums = torch.empty(max_num_rows * num_chunks, dtype=torch.float32, device=device)
-        self.keys = torch.empty(max_num_rows * num_chunks * _BLOCK // _GROUP, dtype=torch.int64, device=device)
+        self.keys = torch.empty(max_num_rows * num_chunks * _BLOCK // GROUP, dtype=torch.int64, device=device)
 
 
 def logprobs_ref(
@@ -93,7 +93,7 @@ def _logprobs_chunks_kernel(
     row = tl.program_id(1).to(tl.int64)
     chunk = tl.program_id(0)
     ids = chunk * BLOCK + tl.arange(0, BLOCK)
-    values = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab_size, other=float("-inf")).to(tl.float32)
+    values = wide_load(logits_ptr + row * stride, chunk * BLOCK, vocab_size, BLOCK)
     largest = tl.maximum(tl.max(tl.where(values == values, values, float("-inf")), 0), -3.4028234663852886e38)
     tl.store(largest_ptr + row * num_chunks + chunk, largest)
     tl.store(sums_ptr + row * num_chunks + chunk, tl.sum(tl.exp(values - largest), 0))
@@ -179,7 +179,7 @@ def logprobs(
         return out
     num_chunks, pdl = triton.cdiv(vocab_size, _BLOCK), _triton.has_pdl(device)
     inputs = logits, logits.stride(0), vocab_size, num_chunks, workspace.largest, workspace.sums, workspace.keys
-    common = {"BLOCK": _BLOCK, "GROUP": _GROUP, "TOP": k > 0, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
+    common = {"BLOCK": _BLOCK, "GROUP": GROUP, "TOP": k > 0, "PDL": pdl, "num_warps": 8, "launch_pdl": pdl}
     _logprobs_chunks_kernel[(num_chunks, num_rows)](*inputs, **common)
     _logprobs_merge_kernel[(num_rows,)](
         *inputs, token_ids, *out, k, CHUNKS=triton.next_power_of_2(num_chunks), MOST=MOST_TOP, **common

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from . import _triton
 from ._sample_draw import choose_kernel, race_kernel, scan_kernel
-from ._sample_select import NUM_SUMS, collect_kernel, count_kernel, plan_kernel, resolve_kernel
-from ._sample_values import ID_BITS, NUM_BINS
+from ._sample_select import NUM_SUMS, collect_kernel, count_kernel, least_kernel, plan_kernel, resolve_kernel
+from ._sample_values import GROUP, ID_BITS, NUM_BINS
 from ._triton import triton
 from .argmax import greedy_ref
 from .logit_bias import ban_tokens_ref, logit_bias_ref
@@ -21,8 +21,8 @@ TEMPERATURE, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY = range(6)
 TOP_K, SEED, SAMPLE_INDEX, FREE_POSITION = range(4)
 
 CAPACITY = 4096  # tokens of a row that the borders of its filters may lie among, before the row is searched whole
-FEW = 256  # tokens of a row that may be drawn, for one program to rank them all
-_LEAST_BLOCK = 1024
+FEW = 256  # tokens of a row that one program ranks, each against each
+_LEAST_BLOCK, _MOST_BLOCK = 1024, 2048
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SampleSteps:
 
 
 class SampleWorkspace:
-    """What the kernels keep between their launches: 38 KB a row at a vocabulary of 128k. Its content is no one's."""
+    """What the kernels keep between their launches: 46 KB a row at a vocabulary of 128k. Its content is no one's."""
 
     def __init__(self, max_num_rows: int, vocab_size: int, *, device: torch.device | str) -> None:
         self.max_num_rows, self.vocab_size = max_num_rows, vocab_size
@@ -82,6 +82,7 @@ class SampleWorkspace:
         self.lows = claim(num_chunks, torch.float32)
         self.race_values = claim(num_chunks, torch.float32)
         self.race_ids = claim(num_chunks, torch.int32)
+        self.maxima = claim(-(-vocab_size // _MOST_BLOCK) * _MOST_BLOCK // GROUP, torch.float32)
         self.histogram = claim(NUM_BINS, torch.int32)
         self.sums = claim(NUM_SUMS, torch.int64)
         self.listed = claim(CAPACITY, torch.int64)
@@ -148,7 +149,7 @@ def sample_rows(
     workspace: SampleWorkspace | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Draw one token for each row of logits; see `sample_rows_ref`. Two launches, three if random, seven to filter.
+    """Draw one token for each row of logits; see `sample_rows_ref`. Two launches, three if random, nine to filter.
 
     Token ids are those of the reference, but where two race times, or a mass and the border of top_p or min_p, are
     within 1e-5 of each other, relative: `exp` is the device's own.
@@ -182,29 +183,37 @@ def sample_rows(
     }  # fmt: skip
     chunks = {"CHUNKS": triton.next_power_of_2(num_chunks)}
     scan_kernel[grid](
-        *inputs, *numbers, *lists, *counts, held.values, held.ids, held.lows, held.histogram, held.sums,
+        *inputs, *numbers, *lists, *counts, held.values, held.ids, held.lows, held.maxima, held.histogram, held.sums,
         FILTERS=filters, **common,
     )  # fmt: skip
+    # A program that leaves at once, since its row is done, is cheaper than many.
+    some = min(num_chunks, max(1, 3 * _triton.num_multiprocessors(logits.device) // num_rows)), num_rows
     if filters:
         which = {"TOP_K": steps.top_k, "TOP_P": steps.top_p}
-        count_kernel[grid](
-            *inputs, *numbers, *lists, *counts, held.values, held.lows, held.histogram, **chunks, **which, **common
-        )
+        collected = *inputs, *numbers, *lists, *counts, held.values, held.lows, held.sums, held.listed
+        num_groups = num_chunks * block // GROUP
+        few = {"FEW": FEW, **which}
+        alone = {"PDL": pdl, **few, **(launch | {"num_warps": 4})}
+        least_kernel[(num_rows,)](
+            rows, vocab_size, num_groups, *numbers, held.maxima, held.sums,
+            GROUPS=triton.next_power_of_2(num_groups), **alone,
+        )  # fmt: skip
+        collect_kernel[some](*collected, CAPACITY=CAPACITY, BY_BINS=False, **chunks, **which, **common)
+        count_kernel[some](
+            *inputs, *numbers, *lists, *counts, held.values, held.lows, held.histogram, held.sums,
+            **chunks, **few, **common,
+        )  # fmt: skip
         plan_kernel[(num_rows,)](
             rows, vocab_size, num_chunks, *numbers, held.values, held.lows, held.histogram, held.sums,
-            FEW=FEW, PDL=pdl, **chunks, **which, **(launch | {"num_warps": 4}),
+            **chunks, **alone,
         )  # fmt: skip
-        collect_kernel[grid](
-            *inputs, *numbers, *lists, *counts, held.values, held.lows, held.sums, held.listed,
-            CAPACITY=CAPACITY, **chunks, **which, **common,
-        )  # fmt: skip
+        collect_kernel[some](*collected, CAPACITY=CAPACITY, BY_BINS=True, **chunks, **which, **common)
         resolve_kernel[(num_rows,)](
-            *inputs, *numbers, *lists, *counts, held.values, held.lows, held.sums, held.listed,
-            CAPACITY=CAPACITY, FEW=FEW, MIN_P=steps.min_p, **chunks, **which,
+            *collected, CAPACITY=CAPACITY, MIN_P=steps.min_p, **chunks, **few,
             **(common | {"BLOCK": 2048, "num_warps": 16, "maxnreg": 128}),
         )  # fmt: skip
     if steps.random:
-        race_kernel[grid](
+        race_kernel[some](
             *inputs, *numbers, *lists, *counts, held.values, held.sums, *race, FILTERS=filters, MIN_P=steps.min_p,
             **chunks, **common,
         )  # fmt: skip
@@ -219,7 +228,7 @@ def sample_rows(
 
 def _stretch(num_rows: int) -> tuple[int, int, int]:
     """Ids that a program looks at, its warps, and registers of a thread."""
-    return (_LEAST_BLOCK, 4, 128) if num_rows <= 4 else (4096, 16, 64)
+    return (_LEAST_BLOCK, 4, 128) if num_rows <= 4 else (_MOST_BLOCK, 8, 80)
 
 
 def _check(
