@@ -59,7 +59,8 @@ y = linear(x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=True)
 | `attention_prefill` | `kernels/attention_prefill.py` | the same for any number of queries a sequence, causal |
 | `swiglu` | `kernels/swiglu.py` | the activation where it is not fused |
 | `greedy` | `kernels/argmax.py` | the greedy token, in two launches |
-| `sample_rows` | `kernels/sample_rows.py` | tokens of rows of any kind, two to six launches; **not yet on a GPU** |
+| `sample_rows` | `kernels/sample_rows.py` | tokens of rows of any kind, in two to nine launches |
+| `logprobs` | `kernels/logprobs.py` | log-probabilities of a row's token and of the most probable ones, in two launches |
 | `commit` | `kernels/commit.py` | the end of a step |
 | `update_rows` | `kernels/update_rows.py` | host changes between steps |
 
@@ -73,36 +74,44 @@ the products, `rms_norm` and `swiglu` are launches of their own, and the residua
 
 ## Sampling
 
-`sample_rows` does biases, penalties, bans, temperature, top-k, top-p, min-p and the draw. **It has not yet run on a
-GPU**: it agrees with its reference in the interpreter, and it compiles for sm_80, sm_90 and sm_100 without spills.
-Until it has been tested and timed on one, the engine samples by separate operations, most of them torch. The switch
-is the line in `runtime/engine_parts.py` that makes the `Sampler`: `kernels=True`. `bench/sampling.py` measures both
-ways, and `tests/kernels/device/test_sample_rows.py` has the tests to run first. `logprobs` is still torch alone.
+`sample_rows` does biases, penalties, bans, temperature, top-k, top-p, min-p and the draw. `bench/sampling.py` times it
+and `logprobs` beside their references.
 
 | launch | programs | what it leaves behind |
 |---|---|---|
-| scan | stretch, row | largest value, its first id, least finite value |
-| count | stretch, row | how many tokens lie in each of 1,024 bins of distance from the row's largest value |
-| collect | stretch, row | the tokens in bins where a border may be, listed; the exact mass above those bins |
-| resolve | row | the least (value, id) that may be drawn |
-| race | stretch, row | the first to arrive of what may be drawn |
+| scan | stretch, row | largest value, its first id, least finite value, the largest of every 64 neighbours |
+| least | row | a value that k of these maxima reach, or 64 of them without top-k |
+| collect | stretches, row | the tokens that reach it, listed; for top-p without top-k their mass, and all mass |
+| count | stretches, row | how many tokens lie in each of 256 bins of distance from the row's largest value |
+| plan | row | the bins where a border may be |
+| collect | stretches, row | the tokens in these bins, listed; the exact mass above them |
+| resolve | row | the token, drawn from the first list; or the least (value, id) that may be drawn |
+| race | stretches, row | the first to arrive of what may be drawn |
 | choose | row | the token, and its count |
 
 Greedy batches need the first and the last, unfiltered ones also the race. A row that needs less than its batch leaves
 at once. No launch stores adjusted logits: each computes them anew from the logits, which the L2 holds, so that the
-workspace is 39 KB a row and not half a megabyte. The list of a row's biases or bans ascends; a stretch finds its part
+workspace is 46 KB a row and not half a megabyte. The list of a row's biases or bans ascends; a stretch finds its part
 by counting, and looks at no other entry.
+
+*Few tokens.* At least k tokens reach the k-th largest of any maxima, so the first list has the k first. Where it has no
+more than 256 tokens, and for top-p without top-k the mass that is wanted, one program ranks it, each token against each,
+and draws: the row is done, and count, plan, collect and race only look at it and leave. Other rows go all the way.
 
 *Ties and borders.* Tokens stand in one order, larger value first, then lower id, as a key of 50 bits. Mass is an
 integer of 40 bits after the point, so that no order of summation matters, neither within a program nor among atomics.
-The bins take the place of a radix search's upper digits: counts give top-k's bin exactly, and bound the mass of every
-other, which leaves a few bins for the border of top-p. The rest of the digits are found bit by bit among the listed
+For rows of more tokens bins take the place of a radix search's upper digits: counts give top-k's bin exactly, and
+bound the mass of every other, which leaves a few bins for the border of top-p. The rest of the digits are found bit by bit among the listed
 keys, in one program and with exact sums. If these show that the border is not in the list, or if more than 4,096
-tokens lie where it may be (a long tie), the program searches the whole row instead: the same token, about a
-millisecond later by estimate.
+tokens lie where it may be (a long tie, or hardly any difference between logits), the program searches the whole row
+instead: the same token, some milliseconds later by estimate.
 
 *Equality with the reference.* The random bits are the same. `exp` and division are the device's own, so a token can
 differ where two race times, or a mass and the border of top-p or min-p, are within 1e-5 of each other, relative.
+
+*Log-probabilities* are of the logits as the model gave them. The first launch leaves the sum of exponentials of every
+stretch and the first token of every 64 neighbours, by the order above; the k first tokens are in the k groups whose own
+first comes first, so the second launch looks for k groups and then for k tokens among theirs.
 
 ## How it was measured
 
