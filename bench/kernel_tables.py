@@ -60,7 +60,7 @@ y = linear(x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=True)
 | `swiglu` | `kernels/swiglu.py` | the activation where it is not fused |
 | `greedy` | `kernels/argmax.py` | the greedy token, in two launches |
 | `sample_rows` | `kernels/sample_rows.py` | tokens of rows of any kind, in two to nine launches |
-| `logprobs` | `kernels/logprobs.py` | log-probabilities of a row's token and of the most probable ones, in two launches |
+| `logprobs` | `kernels/logprobs.py` | log-probabilities of given and most probable tokens, in two launches |
 | `commit` | `kernels/commit.py` | the end of a step |
 | `update_rows` | `kernels/update_rows.py` | host changes between steps |
 
@@ -95,16 +95,16 @@ workspace is 46 KB a row and not half a megabyte. The list of a row's biases or 
 by counting, and looks at no other entry.
 
 *Few tokens.* At least k tokens reach the k-th largest of any maxima, so the first list has the k first. Where it has no
-more than 256 tokens, and for top-p without top-k the mass that is wanted, one program ranks it, each token against each,
-and draws: the row is done, and count, plan, collect and race only look at it and leave. Other rows go all the way.
+more than 256 tokens, and for top-p without top-k the mass that is wanted, one program ranks it, each token against
+each, and draws: the row is done, and count, plan, collect and race only look at it and leave. Others go all the way.
 
 *Ties and borders.* Tokens stand in one order, larger value first, then lower id, as a key of 50 bits. Mass is an
 integer of 40 bits after the point, so that no order of summation matters, neither within a program nor among atomics.
-For rows of more tokens bins take the place of a radix search's upper digits: counts give top-k's bin exactly, and
-bound the mass of every other, which leaves a few bins for the border of top-p. The rest of the digits are found bit by bit among the listed
-keys, in one program and with exact sums. If these show that the border is not in the list, or if more than 4,096
-tokens lie where it may be (a long tie, or hardly any difference between logits), the program searches the whole row
-instead: the same token, some milliseconds later by estimate.
+For rows of more tokens bins take the place of a radix search's upper digits: counts give top-k's bin exactly, and bound
+the mass of every other, which leaves a few bins for the border of top-p. The rest of the digits are found bit by bit
+among the listed keys, in one program and with exact sums. If these show that the border is not in the list, or if more
+than 4,096 tokens lie where it may be (a long tie, or hardly any difference between logits), the program searches the
+whole row instead: the same token, some milliseconds later by estimate.
 
 *Equality with the reference.* The random bits are the same. `exp` and division are the device's own, so a token can
 differ where two race times, or a mass and the border of top-p or min-p, are within 1e-5 of each other, relative.
