@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import (
-    attention_prefill_ref,
+    attention_prefill,
     embedding,
     linear,
     residual_add,
@@ -259,7 +259,7 @@ class Layer(nn.Module):
         if offsets is None:
             return rotary_attention_decode(*inputs, tables, lens, scale, window=self.window, **norms).flatten(1)
         q = rotary_kv_write(*inputs, **norms)
-        return attention_prefill_ref(q, k_cache, v_cache, tables, lens, offsets, scale, window=self.window).flatten(1)
+        return attention_prefill(q, k_cache, v_cache, tables, lens, offsets, scale, window=self.window).flatten(1)
 
 
 def _parameter(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
