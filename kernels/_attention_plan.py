@@ -1,6 +1,7 @@
 """How attention is cut: pure functions of shapes that the host knows."""
 
 from dataclasses import dataclass
+from functools import cache
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ class PrefillPlan:
     splits: int
 
 
+@cache
 def prefill_plan(
     num_tokens: int, num_seqs: int, num_kv_heads: int, group: int, head_dim: int, element_size: int, max_keys: int,
     multiprocessors: int, shared_memory: int,

@@ -1,6 +1,7 @@
 """How a linear projection is cut: one pure function over tables of measured choices."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 
@@ -100,6 +101,7 @@ TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
 """Measured plans by device, by the most tokens that they are for, by shape of the weight."""
 
 
+@cache
 def linear_plan(
     num_tokens: int, rows: int, columns: int, *, swiglu: bool, element_size: int, device_name: str, shared_memory: int
 ) -> LinearPlan:

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _triton
-from ._attention_plan import prefill_plan
+from ._attention_plan import PrefillPlan, prefill_plan
+from ._launch import Prepared, launch
 from ._prefill_kernel import prefill_kernel, prefill_merge_kernel
 from .attention_decode import HEAD_DIMS, gather_blocks
 
@@ -88,9 +89,34 @@ def attention_prefill(
         return attention_prefill_ref(
             q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, scale, window=window, out=out
         )
+    (num_tokens, num_heads, head_dim), (_, num_kv_heads, block_size, _) = q.shape, k_cache.shape
+    num_seqs, columns = block_tables.shape
+    out = torch.empty_like(q) if out is None else out
+    if num_tokens == 0:
+        return out
+    reach = columns * block_size
+    plan = prefill_plan(
+        num_tokens, num_seqs, num_kv_heads, num_heads // num_kv_heads, head_dim, k_cache.element_size(),
+        min(reach, window or reach), _triton.num_multiprocessors(q.device), _triton.shared_memory(q.device),
+    )  # fmt: skip
+    partial = stats = None
+    if plan.splits > 1:
+        partial = torch.empty(num_tokens * num_heads * plan.splits * head_dim, dtype=torch.float32, device=q.device)
+        stats = torch.empty(num_tokens * num_heads * plan.splits * 2, dtype=torch.float32, device=q.device)
+    inputs = (q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out)
+    tensors = (*inputs, partial, stats)
+    launch(prefill_kernel, tensors, (plan, scale, window), lambda: _prepare(*inputs, plan, scale, window))
+    if partial is not None and stats is not None:
+        launch(prefill_merge_kernel, (partial, stats, out), plan.splits, lambda: _prepare_merge(out, plan.splits))
+    return out
+
+
+def _prepare(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor,
+    out: Tensor, plan: PrefillPlan, scale: float, window: int | None,
+) -> Prepared:  # fmt: skip
     (num_tokens, num_heads, head_dim), (num_blocks, num_kv_heads, block_size, _) = q.shape, k_cache.shape
-    num_seqs = seq_lens.shape[0]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    num_seqs, group = block_tables.shape[0], num_heads // num_kv_heads
     assert num_heads % num_kv_heads == 0, f"{num_heads} query heads cannot share {num_kv_heads} KV heads"
     assert head_dim == k_cache.shape[3], f"heads of q have {head_dim} elements, those of the cache {k_cache.shape[3]}"
     assert out.shape == q.shape, "out must have the shape of q"
@@ -98,45 +124,32 @@ def attention_prefill(
     assert v_cache.shape == k_cache.shape, "k_cache and v_cache must have one shape"
     assert v_cache.stride() == k_cache.stride(), "k_cache and v_cache must have the same strides"
     assert k_cache.dtype == v_cache.dtype, "k_cache and v_cache must have one dtype"
-    assert block_tables.shape[0] == num_seqs, "every sequence needs a block table and a length"
+    assert seq_lens.shape == (num_seqs,), "every sequence needs a block table and a length"
     assert cu_seqlens_q.shape == (num_seqs + 1,), "there is one query offset more than there are sequences"
-    assert block_tables.dtype == seq_lens.dtype == cu_seqlens_q.dtype == torch.int32, (
-        "block tables, lengths and query offsets are int32"
-    )
-    assert block_tables.stride(1) == 1, "a block table must be contiguous"
-    assert seq_lens.is_contiguous(), "seq_lens must be contiguous"
-    assert cu_seqlens_q.is_contiguous(), "query offsets must be contiguous"
+    for name, numbers in (("block tables", block_tables), ("seq_lens", seq_lens), ("query offsets", cu_seqlens_q)):
+        assert numbers.dtype == torch.int32, f"{name} must be int32"
+        assert numbers.stride(-1) == 1 or numbers.shape[-1] == 1, f"{name} must be contiguous"
     assert window is None or window > 0, f"a window holds at least the query's own key, not {window}"
     assert scale > 0, f"the scale of scores must be positive, not {scale}"
     block_stride, head_stride, *inner = k_cache.stride()
     assert inner == [head_dim, 1], "the tokens of one head of a block must be contiguous"
     assert block_stride % head_dim == head_stride % head_dim == 0, "strides of the caches must be whole rows"
     assert num_blocks * block_stride < 2**31 * head_dim, "the caches are too large to count their rows in 32 bits"
-    if num_tokens == 0:
-        return out
-    group, reach = num_heads // num_kv_heads, block_tables.shape[1] * block_size
-    plan = prefill_plan(
-        num_tokens, num_seqs, num_kv_heads, group, head_dim, k_cache.element_size(), min(reach, window or reach),
-        _triton.num_multiprocessors(q.device), _triton.shared_memory(q.device),
-    )  # fmt: skip
-    partial = stats = None
-    if plan.splits > 1:
-        partial = torch.empty(num_tokens * num_heads * plan.splits * head_dim, dtype=torch.float32, device=q.device)
-        stats = torch.empty(num_tokens * num_heads * plan.splits * 2, dtype=torch.float32, device=q.device)
-    pdl = _triton.has_pdl(q.device)
-    common = {"D": head_dim, "BLOCK_D": _triton.next_power_of_2(head_dim), "PDL": pdl, "launch_pdl": pdl}
     # Shares are for few queries, which most often are as many in every sequence; else there is room for all cases.
     alike = num_seqs * _triton.cdiv(_triton.cdiv(num_tokens, num_seqs) * group, plan.block_m)
     num_tiles = alike if plan.splits > 1 else num_tokens * group // plan.block_m + num_seqs + 1
-    prefill_kernel[(num_tiles * num_kv_heads, plan.splits)](
-        q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q, out, partial, stats,
-        *q.stride()[:2], block_stride // head_dim, head_stride // head_dim, block_tables.stride(0), *out.stride()[:2],
-        num_tokens, num_seqs, num_kv_heads, scale,
-        GROUP=group, KV_BLOCK=block_size, WINDOW=window or 0, BLOCK_M=plan.block_m, BLOCK_N=plan.block_n,
-        STAGES=plan.num_stages, SHARED=plan.splits > 1, num_warps=plan.num_warps, **common,
-    )  # fmt: skip
-    if plan.splits > 1:
-        prefill_merge_kernel[(num_heads, num_tokens)](
-            partial, stats, out, *out.stride()[:2], plan.splits, CHUNK=min(plan.splits, 16), num_warps=1, **common
-        )
-    return out
+    cache_strides = (block_stride // head_dim, head_stride // head_dim)
+    strides = (*q.stride()[:2], *cache_strides, block_tables.stride(0), *out.stride()[:2])
+    constants = {
+        "D": head_dim, "BLOCK_D": _triton.next_power_of_2(head_dim), "GROUP": group, "KV_BLOCK": block_size,
+        "WINDOW": window or 0, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "STAGES": plan.num_stages,
+        "SHARED": plan.splits > 1,
+    }  # fmt: skip
+    arguments = (*strides, num_tokens, num_seqs, num_kv_heads, scale)
+    return (num_tiles * num_kv_heads, plan.splits), arguments, constants, plan.num_warps
+
+
+def _prepare_merge(out: Tensor, splits: int) -> Prepared:
+    num_tokens, num_heads, head_dim = out.shape
+    constants = {"D": head_dim, "BLOCK_D": _triton.next_power_of_2(head_dim), "CHUNK": min(splits, 16)}
+    return (num_heads, num_tokens), (*out.stride()[:2], splits), constants, 1

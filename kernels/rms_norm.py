@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _triton
+from ._launch import Prepared, launch
 from ._triton import tl, triton
 
 
@@ -82,8 +83,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
     """`x / sqrt(mean(x², -1) + eps) * weight`; see `rms_norm_ref`. On a device `x` has two or three dimensions."""
     if not _triton.on_triton(x):
         return rms_norm_ref(x, weight, eps, out=out)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    _launch(x, None, weight, eps, out, None)
+    out = torch.empty_like(x) if out is None else out
+    tensors = (x, None, weight, out, None)
+    launch(_rms_norm_kernel, tensors, eps, lambda: _prepare(*tensors, eps))
     return out
 
 
@@ -93,21 +95,22 @@ def add_rms_norm(
     """Residual add, then norm of the rounded sum: `(normed, sum)`; see `add_rms_norm_ref`."""
     if not _triton.on_triton(x):
         return add_rms_norm_ref(x, residual, weight, eps, out=out, out_sum=out_sum)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    out_sum = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out_sum is None else out_sum
-    _launch(x, residual, weight, eps, out, out_sum)
+    out = torch.empty_like(x) if out is None else out
+    out_sum = torch.empty_like(x) if out_sum is None else out_sum
+    tensors = (x, residual, weight, out, out_sum)
+    launch(_rms_norm_kernel, tensors, eps, lambda: _prepare(*tensors, eps))
     return out, out_sum
 
 
-def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Tensor, out_sum: Tensor | None
-) -> None:
+def _prepare(
+    x: Tensor, residual: Tensor | None, weight: Tensor, out: Tensor, out_sum: Tensor | None, eps: float
+) -> Prepared:
     size = x.shape[-1]
     assert x.dim() in (2, 3), f"x has two or three dimensions, not {x.dim()}"
     assert weight.shape == (size,), f"the weight must have {size} elements, not {tuple(weight.shape)}"
     assert weight.is_contiguous(), "the weight must be contiguous"
     assert size <= 32768, f"a row is held in registers: at most 32768 elements, not {size}"
-    strides = []
+    strides: list[int] = []
     for name, tensor in (("x", x), ("residual", residual), ("out", out), ("out_sum", out_sum)):
         if tensor is None:
             strides += [0, 0]
@@ -116,12 +119,7 @@ def _launch(
         assert tensor.stride(-1) == 1 or size == 1, f"the last dimension of {name} must be contiguous"
         strides += [tensor.stride(0), tensor.stride(1) if x.dim() == 3 else 0]
     num_rows = x.numel() // size if size else 0
-    if num_rows == 0:
-        return
-    pdl = _triton.has_pdl(x.device)
     block = _triton.next_power_of_2(size)
-    _rms_norm_kernel[(num_rows,)](
-        x, residual, weight, out, out_sum, size, x.shape[1] if x.dim() == 3 else 1, *strides, eps,
-        BLOCK=block, HAS_RESIDUAL=residual is not None, PDL=pdl,
-        num_warps=min(16, max(1, block // 512)), launch_pdl=pdl,
-    )  # fmt: skip
+    constants = {"BLOCK": block, "HAS_RESIDUAL": residual is not None}
+    arguments = (size, x.shape[1] if x.dim() == 3 else 1, *strides, eps)
+    return (num_rows,), arguments, constants, min(16, max(1, block // 512))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _triton
+from ._launch import Prepared, launch
 from ._triton import tl, triton
 from .rms_norm import rms_norm_ref, wide_dtype
 
@@ -165,26 +166,34 @@ def rotary_kv_write(
     if not _triton.on_triton(qkv):
         return rotary_kv_write_ref(qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight=q_norm_weight,
                                    k_norm_weight=k_norm_weight, norm_eps=norm_eps, out=out)  # fmt: skip
-    check_rotary(qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight)
-    num_tokens = qkv.shape[0]
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    num_tokens, (_, num_kv_heads, _, head_dim) = qkv.shape[0], k_cache.shape
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     if out is None:
-        out = torch.empty((num_tokens, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    assert out.shape == (num_tokens, num_heads, head_dim), "out must be [num_tokens, num_heads, head_dim]"
-    assert out.stride(2) == 1, "the elements of a head of out must be contiguous"
+        out = qkv.new_empty((num_tokens, num_heads, head_dim))
     if num_tokens == 0:
         return out
-    pdl = _triton.has_pdl(qkv.device)
     rows = heads_of_a_program(num_tokens, num_heads, num_kv_heads)
-    _rotary_kv_write_kernel[(num_tokens, _triton.cdiv(num_heads, rows) + 2 * _triton.cdiv(num_kv_heads, rows))](
-        qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, out,
-        num_heads, num_kv_heads, qkv.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], *out.stride()[:2],
-        norm_eps,
-        D=head_dim, ROTARY_DIM=2 * cos.shape[1], BLOCK_D=_triton.next_power_of_2(head_dim), KV_BLOCK=block_size,
-        ROWS=rows, HAS_NORM=q_norm_weight is not None, PDL=pdl, num_warps=1 if rows == 1 else 2, launch_pdl=pdl,
-    )  # fmt: skip
+    tensors = (qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, out)
+    launch(_rotary_kv_write_kernel, tensors, (rows, norm_eps), lambda: _prepare(*tensors, rows, norm_eps))
     return out
+
+
+def _prepare(
+    qkv: Tensor, cos: Tensor, sin: Tensor, slot_mapping: Tensor, k_cache: Tensor, v_cache: Tensor,
+    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, out: Tensor, rows: int, norm_eps: float,
+) -> Prepared:  # fmt: skip
+    check_rotary(qkv, cos, sin, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight)
+    num_tokens, (_, num_kv_heads, block_size, head_dim) = qkv.shape[0], k_cache.shape
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    assert out.shape == (num_tokens, num_heads, head_dim), "out must be [num_tokens, num_heads, head_dim]"
+    assert out.stride(2) == 1, "the elements of a head of out must be contiguous"
+    grid = num_tokens, _triton.cdiv(num_heads, rows) + 2 * _triton.cdiv(num_kv_heads, rows)
+    strides = (qkv.stride(0), *k_cache.stride()[:2], *v_cache.stride()[:2], *out.stride()[:2])
+    constants = {
+        "D": head_dim, "ROTARY_DIM": 2 * cos.shape[1], "BLOCK_D": _triton.next_power_of_2(head_dim),
+        "KV_BLOCK": block_size, "ROWS": rows, "HAS_NORM": q_norm_weight is not None,
+    }  # fmt: skip
+    return grid, (num_heads, num_kv_heads, *strides, norm_eps), constants, 1 if rows == 1 else 2
 
 
 def check_rotary(

@@ -2,11 +2,11 @@
 
 from typing import no_type_check
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import _triton
+from ._launch import Prepared, launch
 from ._triton import tl, triton
 from .rms_norm import wide_dtype
 
@@ -43,14 +43,17 @@ def swiglu(gate_up: Tensor, *, out: Tensor | None = None) -> Tensor:
     """`silu(gate) * up`; see `swiglu_ref`."""
     if not _triton.on_triton(gate_up):
         return swiglu_ref(gate_up, out=out)
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    num_tokens, width = gate_up.shape
     if out is None:
-        out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+        out = gate_up.new_empty((num_tokens, width // 2))
+    launch(_swiglu_kernel, (gate_up, out), None, lambda: _prepare(gate_up, out))
+    return out
+
+
+def _prepare(gate_up: Tensor, out: Tensor) -> Prepared:
+    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
     assert out.shape == (num_tokens, size), f"out must be {num_tokens} x {size}, not {tuple(out.shape)}"
     assert gate_up.stride(1) == out.stride(1) == 1, "columns must be contiguous"
-    pdl = _triton.has_pdl(gate_up.device)
     block = min(1024, _triton.next_power_of_2(size))
-    _swiglu_kernel[(num_tokens, _triton.cdiv(size, block))](
-        gate_up, out, size, gate_up.stride(0), out.stride(0), BLOCK=block, PDL=pdl, num_warps=4, launch_pdl=pdl
-    )
-    return out
+    arguments = (size, gate_up.stride(0), out.stride(0))
+    return (num_tokens, _triton.cdiv(size, block)), arguments, {"BLOCK": block}, 4
