@@ -11,7 +11,7 @@ Prepared = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any], int]
 """What a launch has beside its tensors: grid, further arguments, constants by name (but PDL), warps."""
 
 _MOST = 4096  # prompts have many lengths
-_known: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+_known: dict[Hashable, tuple[Callable[..., None], tuple[Any, ...], Any]] = {}
 
 
 def launch(kernel: Any, tensors: tuple[Tensor | None, ...], choice: Hashable, prepare: Callable[[], Prepared]) -> None:
@@ -33,7 +33,7 @@ def launch(kernel: Any, tensors: tuple[Tensor | None, ...], choice: Hashable, pr
     key = (id(kernel), choice, pdl, first.device, *looks)
     known = _known.get(key)
     if known is not None:
-        run, rest = known
+        run, rest, _ = known
         run(*tensors, *rest)
         return
     grid, arguments, constants, num_warps = prepare()
@@ -46,4 +46,5 @@ def launch(kernel: Any, tensors: tuple[Tensor | None, ...], choice: Hashable, pr
     if len(_known) >= _MOST:
         _known.clear()
     names = kernel.arg_names[len(tensors) + len(arguments) :]
-    _known[key] = compiled[(*grid, 1, 1)[:3]], (*arguments, *(constants[name] for name in names))
+    rest = (*arguments, *(constants[name] for name in names))
+    _known[key] = compiled[(*grid, 1, 1)[:3]], rest, kernel  # which must live as long as its id is a key
