@@ -70,7 +70,9 @@ use programmatic dependent launch: a kernel is let in while its predecessor drai
 then waits. The KV cache is `[num_blocks, num_kv_heads, block_size, head_dim]`.
 
 A layer of a prompt has `rotary_kv_write` and `attention_prefill` in the middle. Above some tens of tokens cuBLAS does
-the products, `rms_norm` and `swiglu` are launches of their own, and the residual is the product's addend.
+the products, `rms_norm` and `swiglu` are launches of their own, and the residual is the product's addend. These kernels
+are launched one by one, so that the host's time counts: a launch that comes again does not ask its tensors again
+(`kernels/_launch.py`).
 
 ## Sampling
 

@@ -95,7 +95,7 @@ def test_every_plan(
 @pytest.mark.parametrize("queries", [3, pytest.param(16, marks=pytest.mark.gpu)])
 def test_a_few_queries_each_are_decodes(queries: int, draw: Draw, paged: Paged, assert_near: Near) -> None:
     """Verification: query i of a sequence is what a decode at that length gives; rows that are not live give zeros."""
-    lengths = [queries, 20, 37]
+    lengths = [queries, 17, 20]
     batch = Batch(draw, paged, [(length - queries, queries) for length in lengths], 1, 64, 16)
     q = draw(batch.num_tokens, 3, 64)
     out = batch.attend(q).view(3, queries, 3, 64)
@@ -133,10 +133,10 @@ def test_blocks_past_two_to_the_31_elements(device: str, dtype: torch.dtype, dra
 
 def test_equal_scores_give_the_average(draw: Draw, paged: Paged, assert_near: Near) -> None:
     """B47: scores that are all about -6e4 average the values; they are not taken for masked keys."""
-    batch = Batch(draw, paged, [(20, 30)], 1, 64, 16)
+    batch = Batch(draw, paged, [(30, 6)], 1, 64, 16)
     batch.k_cache.fill_(-30.0)
     batch.scale = 1.0
-    q = torch.full((30, 2, 64), 30.0, dtype=batch.k_cache.dtype, device=batch.k_cache.device)
+    q = torch.full((6, 2, 64), 30.0, dtype=batch.k_cache.dtype, device=batch.k_cache.device)
     assert_near(batch.attend(q), batch.truth(q))
 
 
