@@ -41,9 +41,10 @@ def _attend(
 @triton.jit
 @no_type_check
 def _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The sequence that a tile of rows belongs to, how many of its tiles lie before that one, and how many there are.
+    """The sequence that a tile of rows belongs to, and how many of its tiles lie before that one.
 
-    Sequences have their tiles one behind the other. Padding counts as one more, `num_seqs`, without keys.
+    Sequences have their tiles one behind the other. Padding counts as one more, `num_seqs`, without keys; a tile
+    behind the last one is in no sequence, and gets a higher number.
     """
     CHUNK: tl.constexpr = 128
     seq, before, so_far = 0, 0, 0
@@ -56,7 +57,7 @@ def _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP: tl.constexpr, BLOCK_M
         seq += tl.sum(behind.to(tl.int32), 0)
         before += tl.sum(tl.where(behind, tiles, 0), 0)
         so_far += tl.sum(tiles, 0)
-    return seq, tile - before, so_far
+    return seq, tile - before
 
 
 @triton.jit
@@ -157,9 +158,9 @@ def prefill_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tile, kv_head, split = tl.program_id(0) // num_kv_heads, tl.program_id(0) % num_kv_heads, tl.program_id(1)
-    seq, nth, num_tiles = _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP, BLOCK_M)
+    seq, nth = _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP, BLOCK_M)
     if SHARED:
-        while tile < num_tiles:
+        while seq <= num_seqs:
             _attend_rows(
                 q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, seq_lens_ptr, offsets_ptr, out_ptr, partial_ptr, stats_ptr,
                 q_stride, q_head_stride, block_rows, head_rows, table_stride, out_stride, out_head_stride,
@@ -167,9 +168,8 @@ def prefill_kernel(
                 D, GROUP, KV_BLOCK, WINDOW, BLOCK_M, BLOCK_D, BLOCK_N, STAGES, SHARED,
             )  # fmt: skip
             tile += tl.num_programs(0) // num_kv_heads
-            if tile < num_tiles:
-                seq, nth, _ = _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP, BLOCK_M)
-    elif tile < num_tiles:
+            seq, nth = _place(offsets_ptr, num_tokens, num_seqs, tile, GROUP, BLOCK_M)
+    elif seq <= num_seqs:
         _attend_rows(
             q_ptr, k_cache_ptr, v_cache_ptr, table_ptr, seq_lens_ptr, offsets_ptr, out_ptr, partial_ptr, stats_ptr,
             q_stride, q_head_stride, block_rows, head_rows, table_stride, out_stride, out_head_stride,
