@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import warnings
 import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -65,6 +66,11 @@ class _Bytes:
         }
 
 
+_IDLE_STREAMS: defaultdict[int, list[torch.cuda.Stream]] = defaultdict(list)
+"""Capture streams of backends that are gone, by device, for those to come: libraries keep a workspace for each stream
+that they have worked on (cuBLAS 32 MiB), so that engines on new streams would take more and more."""
+
+
 class CudaBackend(GraphBackend):
     """CUDA graphs of one device. One capture stream for all captures: blocks are reused only within a stream."""
 
@@ -72,7 +78,9 @@ class CudaBackend(GraphBackend):
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self._index = index
-        self._capture_stream = torch.cuda.Stream(self.device)
+        idle = _IDLE_STREAMS[index]
+        self._capture_stream = idle.pop() if idle else torch.cuda.Stream(self.device)
+        weakref.finalize(self, idle.append, self._capture_stream).atexit = False
         self._outer_stream: torch.cuda.Stream | None = None
         self._recording: _CudaGraph | None = None
 

@@ -62,9 +62,9 @@ class Engine:
         self._token_texts: dict[int, str] = {}  # what the streams of all sequences learn of the vocabulary
         self.hooks = Hooks(model.config.num_layers)
         plan = plan_kv_cache(config, model.config, model.dtype, kv_cache_bytes(config, model.device))
-        phases = Phases()
+        phases, backend = Phases(), graph_backend(model.device)
         with phases.phase("rehearsal"):
-            predicted = rehearsed_memory(model, config, plan)
+            predicted = rehearsed_memory(model, config, plan, backend)
         if predicted is not None:
             rest = kv_cache_bytes(config, model.device) - predicted.total
             plan = plan_kv_cache(config, model.config, model.dtype, rest)
@@ -72,10 +72,9 @@ class Engine:
                 "graphs and what they work on will take %s; the KV cache gets %.1f MiB", predicted, rest / 2**20
             )
         self.kv_plan = plan
-        backend = graph_backend(model.device)
         before = memory_parts(backend, None) if predicted is not None else None
         with phases.phase("KV cache and buffers"):
-            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks)
+            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks, backend)
         self._max_num_seqs = config.max_num_seqs
         self._is_working = False
         self._is_torn = False

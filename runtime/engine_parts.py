@@ -5,9 +5,9 @@ import torch
 from ..kernels import FIRST_BLOCK
 from ..model import Decoder, KVCache
 from .config import EngineConfig, KVPlan
-from .cuda_backend import graph_backend
 from .decode_graphs import DecodeGraphs, GraphSettings
 from .decode_pieces import DecodePieces
+from .graph_backend import GraphBackend
 from .graph_buckets import capture_sizes
 from .graph_ledger import MemoryParts
 from .graph_reason import Path
@@ -23,17 +23,19 @@ from .step_state import StepState
 CPU_KV_CACHE_BYTES = 4 << 30
 
 
-def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan) -> MemoryParts | None:
+def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan, backend: GraphBackend) -> MemoryParts | None:
     """What everything but the KV cache will take; None where the cache's size does not depend on it."""
     policy, _ = graph_plan(config, model.device)
     captures = policy.path is not Path.EAGER and not policy.forced and policy.lazy_steps is None
     if model.device.type != "cuda" or config.kv_cache_memory_bytes is not None or not captures:
         return None
     least = KVPlan(FIRST_BLOCK + 2, plan.max_model_len)  # one live row, with one block to read
-    return rehearse(lambda: build_runner(model, config, least, Hooks(model.config.num_layers)), model.device)
+    return rehearse(lambda: build_runner(model, config, least, Hooks(model.config.num_layers), backend), backend)
 
 
-def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks) -> tuple[ModelRunner, int]:
+def build_runner(
+    model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks, backend: GraphBackend
+) -> tuple[ModelRunner, int]:
     """What runs the steps, nothing captured yet, and the bytes that its KV cache took of the device, if the allocator
     held nothing spare."""
     before = allocator_bytes(model.device)
@@ -53,7 +55,7 @@ def build_runner(model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hook
     graphs = None
     if policy.path is not Path.EAGER:
         pieces = DecodePieces(model, kv_cache, state, sampler)
-        graphs = DecodeGraphs(pieces, graph_backend(model.device), settings)
+        graphs = DecodeGraphs(pieces, backend, settings)
     runner = ModelRunner(model, kv_cache, state, sampler, hooks=hooks, policy=policy, graphs=graphs)
     return runner, kv_bytes
 

@@ -5,14 +5,13 @@ from collections.abc import Callable
 
 import torch
 
-from .cuda_backend import graph_backend
 from .graph_backend import GraphBackend, GraphPool
 from .graph_ledger import MemoryParts
 from .graph_self_test import self_test
 from .model_runner import ModelRunner
 
 
-def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device) -> MemoryParts:
+def rehearse(build: Callable[[], tuple[ModelRunner, int]], backend: GraphBackend) -> MemoryParts:
     """What an engine's parts take once its graphs are captured, the KV cache aside; nothing of it stays.
 
     What is compiled or loaded meanwhile does stay, and is not counted: whoever looks for free memory afterwards finds
@@ -20,15 +19,16 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], device: torch.device)
 
     Args:
         build: makes what runs the steps, over a KV cache of the least size; returns the cache's bytes, too.
+        backend: the one that records the real graphs, too. Libraries keep a workspace for each stream that they have
+            worked on, so that another capture stream would take more.
     """
-    backend = graph_backend(device)
-    free_memory(device)
+    free_memory(backend.device)
     runner, kv_bytes = build()
     graphs = runner.decode_runner.graphs
     assert graphs is not None, "without graphs there is nothing to rehearse"
     path = runner.decode_runner.policy.path
     graphs.capture_path(path, num_warmups=1)
-    self_test(graphs, path, smallest_only=True)  # loads what the real one will need
+    self_test(graphs, path, ends_only=True)  # loads what the real one will need
     full = memory_parts(backend, graphs.resources.pool)
     graphs.release()
     del runner, graphs

@@ -16,7 +16,7 @@ NUM_READ_BLOCKS = 64
 """Blocks that all rows read their earlier keys from, so that a test of long contexts fills little memory."""
 
 
-def self_test(graphs: DecodeGraphs, path: Path, *, smallest_only: bool = False) -> int:
+def self_test(graphs: DecodeGraphs, path: Path, *, ends_only: bool = False) -> int:
     """Compare every captured bucket of a path with the eager run of the same launch plan on the same padded bucket.
 
     All rows of a bucket are live but the last (if there are more), and their contexts are once short and once as long
@@ -24,14 +24,14 @@ def self_test(graphs: DecodeGraphs, path: Path, *, smallest_only: bool = False) 
     bucket that differs is dropped with its reason. The engine must be without sequences.
 
     Args:
-        smallest_only: of each kind of sampling only the smallest bucket.
+        ends_only: of each kind of sampling only the largest bucket and the smallest.
 
     Returns:
         How many buckets were compared.
     """
     fill_read_blocks(graphs)
     kinds = [[key for key in config.bucket_keys() if graphs.has(path, key)] for config in graphs.configs]
-    keys = [key for kind in kinds for key in (kind[-1:] if smallest_only else kind)]
+    keys = [key for kind in kinds for key in (dict.fromkeys(kind[:1] + kind[-1:]) if ends_only else kind)]
     _compare(graphs, path, keys)
     return len(keys)
 

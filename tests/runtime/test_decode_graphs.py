@@ -400,7 +400,7 @@ def test_a_failure_drops_one_bucket_and_the_step_is_served(
     exact = [[s.output_ids for s in generate(shared(graphs="off"), *batch)] for batch in batches]
     # Captures go largest first over 3 kinds of sampling; piecewise has 5 regions at each size.
     backend = failing_backend(device, stage, at={"whole": 4, "piecewise": 6}[mode])
-    monkeypatch.setattr("ostinato.runtime.engine_parts.graph_backend", lambda device: backend)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
     model, num_calls = tiny_decoder(device), {4: 0}
     blocks = model.blocks
 
@@ -516,7 +516,7 @@ def test_a_failed_capture_gives_its_memory_back(
     used = []
     for at in (0, 10):
         backend = failing_backend(device, "end", at)
-        monkeypatch.setattr("ostinato.runtime.engine_parts.graph_backend", lambda device, backend=backend: backend)
+        monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device, backend=backend: backend)
         one = engine()
         used.append(backend.pool_bytes(one.decode_runner.graphs.resources.pool))  # type: ignore[union-attr]
     assert used[1] <= used[0]
@@ -530,7 +530,7 @@ def test_a_late_capture_that_fails_is_not_tried_again(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     backend = failing_backend(device, "end", at=1)
-    monkeypatch.setattr("ostinato.runtime.engine_parts.graph_backend", lambda device: backend)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
     one = engine(capture="lazy", graph_warmup_steps=1, largest=6)
     exact = [s.output_ids for s in generate(engine(graphs="off"), *requests(4, GREEDY))]
     with caplog.at_level(logging.WARNING):
@@ -547,7 +547,7 @@ def test_a_late_capture_that_failed_is_tried_again_when_the_blocks_are_cut_anew(
 ) -> None:
     """Else every later step would be eager, and be told to be a warm-up."""
     backend = failing_backend(device, "begin", at=1)
-    monkeypatch.setattr("ostinato.runtime.engine_parts.graph_backend", lambda device: backend)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
     one = engine(graphs="piecewise", capture="lazy", graph_warmup_steps=1, max_num_seqs=1, capture_sizes=(1,))
     counts = one.decode_runner.counters.by_reason
     generate(one, *requests(1, GREEDY))
@@ -566,7 +566,7 @@ def test_required_graphs_that_are_missing_are_one_error_at_start(
     engine: Callable[..., Engine], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = failing_backend(device, "end", at=4)
-    monkeypatch.setattr("ostinato.runtime.engine_parts.graph_backend", lambda device: backend)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
     with pytest.raises(GraphsRequiredError, match=r"1 are missing(?s:.)*batch size 4"):
         engine(require_graphs=True)
     monkeypatch.setenv("OSTINATO_REQUIRE_CUDA_GRAPHS", "1")

@@ -12,6 +12,7 @@ from torch import Tensor
 from ostinato.model import Decoder
 from ostinato.runtime import Engine, EngineConfig, Reason, SamplingParams, late_captures
 from ostinato.runtime.config import KVPlan
+from ostinato.runtime.cuda_backend import graph_backend
 from ostinato.runtime.decode_graphs import DecodeGraphs
 from ostinato.runtime.engine_parts import build_runner
 from ostinato.runtime.graph_ledger import GraphLedger, LedgerEntry, MemoryParts
@@ -162,14 +163,14 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing(
 ) -> None:
     model = tiny_decoder(device)
     config = EngineConfig(max_num_seqs=3, capture_sizes=(3,), graphs="whole", block_size=16, graph_self_test=False)
-    made = []
+    made, backend = [], graph_backend(torch.device(device))
 
     def build() -> Any:
-        runner, num_bytes = build_runner(model, config, KVPlan(4, 64), Hooks(2))
+        runner, num_bytes = build_runner(model, config, KVPlan(4, 64), Hooks(2), backend)
         made.append(runner.decode_runner.graphs)
         return runner, num_bytes
 
-    assert rehearse(build, torch.device(device)).pool > 0
+    assert rehearse(build, backend).pool > 0
     [graphs] = made
     assert not any(runner.any_graphs for runner in graphs.runners)
     assert graphs.backend.pool_bytes(graphs.resources.pool) == 0

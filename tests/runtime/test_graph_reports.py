@@ -235,7 +235,7 @@ def test_no_work_is_under_way_when_a_capture_begins(
 ) -> None:
     """Between the last warm-up and the capture the device is waited for, at start and in the middle of serving."""
     backend = Noting()
-    monkeypatch.setattr("ostinato.runtime.engine_parts.graph_backend", lambda device: backend)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
     generate(build(graphs=mode, capture=capture, graph_warmup_steps=1), *requests(3))
     captures = [index for index, note in enumerate(backend.notes) if note == "capture"]
     assert captures
