@@ -170,7 +170,7 @@ def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, 
     }
     report = engine.graph_report()
     cell |= {"capture_s": round(report.seconds, 3), "graph_bytes": report.num_bytes, "missing": list(report.missing)}
-    if batch in PROFILED:
+    if batch in PROFILED and mode != "eager":
         cell["launches"] = profile(engine, 10)
     if batch == 1:
         cell["host_ms"] = host(engine, 10)

@@ -31,7 +31,7 @@ from ostinato.runtime.graph_reason import Path
 from ostinato.runtime.piecewise_config import PiecewiseCallInputs, PiecewiseCaptureShape
 from ostinato.weights import dummy_model
 
-COPY_SIZES = (1, 32, 256)
+COPY_SIZES = (1, 8, 32, 256)
 SUMMED = ("pool_bytes", "driver_bytes", "output_bytes", "num_copies", "warm_up_seconds", "capture_seconds")
 
 
