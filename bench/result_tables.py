@@ -15,15 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import RESULTS, table
+from records import RESULTS
+from tables import loop_records, table
 
 from ostinato.bench import modes, peers
 from ostinato.bench.arrivals import poisson_arrivals, simulate
 from ostinato.bench.capture_list import Traffic, compare, normal_traffic, spread
+from ostinato.bench.output import figure
 from ostinato.bench.schema import SCHEMAS, check
 
 SHAPES = ("llama-3.2-1b", "llama-3.1-8b")
 GPU = torch.device("cuda")
+
+COMMIT = "f88ab28"
+"""Of the results of `ostinato bench`."""
 
 INTRODUCTION = """\
 # Results
@@ -31,31 +36,43 @@ INTRODUCTION = """\
 What recording the decode step buys, what it costs, and where the rest of the time is: for whoever has to decide.
 Random weights in bfloat16, greedy decoding, one NVIDIA H200. `docs/benchmarking.md` says how each figure is measured;
 `ostinato report` makes this page from `bench/results/h200-*.json`, and `ostinato bench` makes those on your machine.
-What is not in a table was not measured.
+What is not in a table was not measured. The state that was measured is commit {commit}.
 """
 
 WHAT_IT_BUYS = """\
 Milliseconds of a decode step with the tokens on the host, all modes in turns in one process, tokens equal. Eager runs
-the same pieces on the same rows. A usual guide gives 1.45 to 1.60 times for a 7B at batch 1, 1.15 to 1.25 at batch
-32, and nothing for prompts.
+the same pieces on the same rows.
+"""
+WHY_OTHER_THAN_ELSEWHERE = """\
+A usual guide gives 1.45 to 1.60 times for a 7B at batch 1, 1.15 to 1.25 at batch 32, and nothing for prompts. Here it
+is more, because eager is slower: each kernel is launched from Python, by Triton. A step cannot be faster than the host
+launches it; with a graph only the device counts. So a speed-up says as much about the host as about graphs. It falls
+with the batch and with the model, whose kernels take longer while launches take what they took. Prompts run eagerly
+in every mode.
 """
 WHAT_IT_COSTS = """\
 An engine started on an empty GPU, without graphs, with piecewise and with whole ones, kernels compiled; the KV cache
-gets what is left.
+gets what is left. A start with graphs rehearses them before the cache is sized, and compares each with its Python.
 """
 WHERE_IT_IS = """\
-Launches and kernels of one step, by torch.profiler; then each part of a step by itself, in a graph over all layers.
+What the host launches and what the device runs of it, by torch.profiler, which slows the host: gaps before a kernel
+that the host launches by itself, in piecewise and eager steps, are longer here than without it.
+"""
+BY_PART = """\
+Each part of a step by itself, in a graph over all layers. Bytes at the ceiling would be the floor: what is above it
+are the small projections, which are over before the memory is busy, and attention, whose keys are few at this length.
 """
 BESIDE_OTHERS = """\
-The same shapes and random weights, taking turns in one process. torch: cuBLAS and SDPA in one graph; the others by
-name. The tokens of torch and transformers stay on the device, Ostinato's are on the host after each step.
+The same shapes and random weights, taking turns in one process. torch is cuBLAS and SDPA in one CUDA graph. The tokens
+of torch and transformers stay on the device, Ostinato's are on the host after each step. transformers without a graph
+is bound by the host, as eager steps are, and as far from other hosts' figures as this host is from others.
 """
 SWITCHED_ON = """\
 One feature or fault at a time, and how its steps run then; `docs/feature-interactions.md` has the reasons.
 """
 TUNED = """\
-Simulated batch sizes, priced by the whole steps measured above, with lines between the sizes measured; the best list
-has nine graphs.
+Simulated batch sizes, priced by the whole steps of the README's first table, on a line between the sizes measured. The
+best list has as many graphs as there are powers of two.
 """
 
 
@@ -106,7 +123,15 @@ def speed_ups() -> Iterator[str]:
                     f"{eager['prefill_ms'] / whole['prefill_ms']:.2f}",
                 ]
             )
-    yield f"{table(head, rows)}\n\n{' '.join(places)}"
+    yield f"{table(head, rows)}\n\n{' '.join(places)}\n\n{WHY_OTHER_THAN_ELSEWHERE}"
+    for document in results("profile"):
+        model = document["where"]["model"]
+        launches = next(cell["kernel_launches"] for cell in document["cells"] if cell["mode"] == "eager")
+        times = [cell["median_ms"] for found in results("modes") for cell in found["cells"]
+                 if (found["where"]["model"], cell["mode"], cell["batch"]) == (model, "eager", 1)]  # fmt: skip
+        if times:
+            each = 1e3 * times[0] / launches
+            yield f"{model}, batch 1: {launches:.0f} launches in {times[0]:.2f} ms are {each:.0f} µs each on this host."
     for document in results("modes"):
         shape = document["where"]["model"]
         yield plot_link(f"modes-{shape}", f"speed-up over eager and milliseconds of a step, {shape}")
@@ -165,6 +190,7 @@ def remaining_time() -> Iterator[str]:
                 ]
             )
     yield f"{table(head, rows)}\n\nOne sequence, {' '.join(where(document) for document in results('profile'))}"
+    yield f"\n{BY_PART.rstrip()}"
     head = ["model", "batch", "part", "calls a step", "µs a call", "µs a step", "GB/s", "share of the ceiling"]
     rows = []
     for document in results("kernels"):
@@ -222,76 +248,106 @@ def features() -> Iterator[str]:
 
 
 def tuned_lists() -> Iterator[str]:
-    """Simulated traffic, priced by the measured milliseconds of whole steps."""
-    yield "## What a tuned list saves\n"
-    yield TUNED
-    head = ["traffic", "list", "graphs", "padding of all rows", "ms a step", "of it padding, ms"]
-    for document in results("modes"):
-        context = document["cells"][0]["context"]
-        times = {
-            c["batch"]: c["median_ms"] for c in document["cells"] if (c["mode"], c["context"]) == ("whole", context)
-        }
-        rows = []
+    """Three kinds of traffic, for the models of which steps of enough sizes were measured."""
+    head = ["model", "traffic", "list", "graphs", "padding of all rows", "ms a step", "of it padding, ms"]
+    rows = []
+    cells = loop_records()[1]
+    for model in dict.fromkeys(model for model, _ in cells):
+        times = {batch: found["whole"]["ms"] for (one, batch), found in cells.items()
+                 if one == model and "ms" in found.get("whole", {})}  # fmt: skip
+        if len(times) < 4:
+            continue
         for traffic in traffics(times):
-            _, found = compare(traffic, max(times), count=9, minimise="ms")
-            for cost in found:
+            _, costs = compare(traffic, max(times), count=max(times).bit_length(), minimise="ms")
+            for cost in costs:
                 ms = [f"{value:.4f}" for value in (cost.milliseconds, cost.wasted_milliseconds) if value is not None]
-                rows.append([traffic.source, cost.name, str(len(cost.sizes)), f"{100 * cost.token_waste:.1f} %", *ms])
-        yield f"{document['where']['model']}, {context} tokens a sequence:\n\n{table(head, rows)}\n"
+                waste = f"{100 * cost.token_waste:.1f} %"
+                rows.append([model, traffic.source, cost.name, str(len(cost.sizes)), waste, *ms])
+    if rows:
+        yield f"## What a tuned list saves\n\n{TUNED}\n{table(head, rows)}\n"
 
 
 def traffics(times: dict[int, float]) -> list[Traffic]:
+    """Batches around 41, and requests of 200 tokens that keep a third, or nine tenths, of the largest batch busy."""
     largest = max(times)
-    found = [Traffic(one.source, one.batches, times) for one in [normal_traffic(41, 8, largest)]]
     step = spread(times, largest, what="replay times")
     assert step is not None, "there are times"
-    for rate in (40.0, 200.0):
+    normal = normal_traffic(41, 8, largest)
+    found = [Traffic(normal.source, normal.batches, times)]
+    for share in (1 / 3, 0.9):
+        rate = round(share * largest / (200 * step[round(share * largest)] / 1e3))
         batches = simulate(poisson_arrivals(rate, 200.0, 4000, 0), lambda batch: step[batch] / 1e3, largest)
-        found.append(Traffic(f"{rate:g} random arrivals a second, 200 tokens each", batches, times))
+        found.append(Traffic(f"{rate} random arrivals a second, 200 tokens each", batches, times))
     return found
 
 
 def page() -> str:
-    sections = [
-        section
-        for command, section in (
-            ("modes", speed_ups),
-            ("cost", prices),
-            ("profile", remaining_time),
-            ("peers", others),
-            ("break", features),
-            ("modes", tuned_lists),
-        )
-        if results(command)
-    ]
-    return "\n".join([INTRODUCTION, *(line for section in sections for line in section())])
+    sections = {
+        "modes": speed_ups,
+        "cost": prices,
+        "profile": remaining_time,
+        "peers": others,
+        "break": features,
+    }
+    lines = [line for command, section in sections.items() if results(command) for line in section()]
+    return "\n".join([INTRODUCTION.format(commit=COMMIT), *lines, *tuned_lists()])
 
 
 def plots(folder: Path) -> None:
-    """Every plot of the page, as SVG, with the digest of its results in a comment at the end."""
+    """Every plot that a page shows, as SVG, with the digest of the results that it shows in a comment at the end."""
     folder.mkdir(parents=True, exist_ok=True)
-    for command, draw in PLOTS.items():
-        for shape in SHAPES:
-            document = result(command, shape)
-            if document is not None:
-                path = folder / f"{command}-{shape}.svg"
-                end = f"\n<!-- {hashlib.sha256(json.dumps(document).encode()).hexdigest()} -->\n"
-                if not path.exists() or not path.read_text().endswith(end):
-                    draw(document, path)
-                    path.write_text(path.read_text().rstrip() + end)
+    for source in sorted(RESULTS.glob("h200-*.json*")):
+        name = source.stem.removeprefix("h200-")
+        draw = PLOTS.get(name.split("-")[0])
+        if draw is not None:
+            path = folder / f"{name}.svg"
+            end = f"\n<!-- {hashlib.sha256(source.read_bytes()).hexdigest()} -->\n"
+            if not path.exists() or not path.read_text().endswith(end):
+                draw(source, path)
+                path.write_text(path.read_text().rstrip() + end)
 
 
-def plot_modes(document: dict[str, Any], path: Path) -> None:
+def plot_modes(source: Path, path: Path) -> None:
+    document = json.loads(source.read_text())
     cells = [modes.ModeCell(**cell) for cell in document["cells"]]
     modes.plot(modes.ModesResult(GPU, document["where"]["dtype"], document["read_ceiling"], cells), path)
 
 
-def plot_peers(document: dict[str, Any], path: Path) -> None:
+def plot_peers(source: Path, path: Path) -> None:
+    document = json.loads(source.read_text())
     cells = [peers.PeerCell(**cell) for cell in document["cells"]]
     peers.plot(peers.PeersResult(GPU, document["where"]["dtype"], document["read_ceiling"], cells), path)
 
 
-PLOTS: dict[str, Callable[[dict[str, Any], Path], None]] = {"modes": plot_modes, "peers": plot_peers}
+def plot_loop(source: Path, path: Path) -> None:
+    """Milliseconds of a step by batch size, and what whole and piecewise gain over eager."""
+    cells = loop_records()[1]
+    with figure(path, 10, 4, 2) as [times, gains]:
+        for model in dict.fromkeys(model for model, _ in cells):
+            for mode, style in (("eager", "x:"), ("piecewise", "s--"), ("whole", "o-")):
+                line = {batch: modes_ for (one, batch), modes_ in cells.items() if one == model}
+                known = {batch: found[mode]["ms"] for batch, found in line.items() if "ms" in found.get(mode, {})}
+                if known:
+                    times.plot(list(known), list(known.values()), style, label=f"{model}, {mode}")
+                if mode != "eager":
+                    both = {batch: found["eager"]["ms"] / known[batch] for batch, found in line.items()
+                            if batch in known and "ms" in found.get("eager", {})}  # fmt: skip
+                    if both:
+                        gains.plot(list(both), list(both.values()), style, label=f"{model}, {mode}")
+        times.set_ylabel("ms a step")
+        gains.set_ylabel("speed-up over eager")
+        for axes in (times, gains):
+            axes.set_xlabel("batch size")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.xaxis.set_major_formatter("{x:.0f}")
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_minor_formatter("{x:g}")
+            axes.legend(fontsize=7)
+
+
+PLOTS: dict[str, Callable[[Path, Path], None]] = {"modes": plot_modes, "peers": plot_peers, "decode": plot_loop}
+"""By the first word of a result's name."""
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--plots"]:

@@ -8,8 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from records import RESULTS
+
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -64,8 +65,8 @@ LOOP_MODES = {
 }
 
 
-def decode_loop() -> str:
-    """The last cell of each kind, and where and when the cells were measured."""
+def loop_records() -> tuple[list[dict[str, Any]], dict[tuple[str, int], dict[str, dict[str, Any]]]]:
+    """Where and when steps of the loop were measured, and the last cell of each model, batch and mode."""
     runs: list[dict[str, Any]] = []
     cells: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for line in map(json.loads, (RESULTS / "h200-decode-loop.jsonl").read_text().splitlines()):
@@ -74,9 +75,16 @@ def decode_loop() -> str:
             continue
         model, batch, mode = line["id"].removeprefix("decode/").split(":")
         cells.setdefault((model, int(batch)), {})[mode] = line
+    return runs, dict(sorted(cells.items(), key=lambda cell: (cell[0][0] != "llama-3.2-1b", cell[0][1])))
+
+
+def decode_loop() -> str:
+    runs, cells = loop_records()
     rows = []
-    for (model, batch), modes in sorted(cells.items(), key=lambda cell: (cell[0][0] != "llama-3.2-1b", cell[0][1])):
+    for (model, batch), modes in cells.items():
         times = {mode: cell["ms"] for mode, cell in modes.items() if "ms" in cell}
+        if "whole" not in times:  # failed; the others have nothing to stand beside
+            continue
         times["replay"] = modes["whole"]["replay"]
         rows.append([model, str(batch), *(_beside_whole(times, mode) for mode in LOOP_MODES)])
     columns = ["model", "batch", *LOOP_MODES.values()]

@@ -1,7 +1,6 @@
 """`ostinato report`: the committed pages are what the results and the code give."""
 
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,8 @@ def test_the_committed_page_is_what_is_made(page: str) -> None:
 @pytest.mark.parametrize("plot", PLOTS, ids=lambda plot: plot.stem)
 def test_the_committed_plot_is_of_the_committed_results(plot: Path) -> None:
     """The picture itself differs between versions of matplotlib, the digest at its end does not."""
-    document = json.loads((report.ROOT / "bench" / "results" / f"h200-{plot.stem}.json").read_text())
-    digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    [source] = (report.ROOT / "bench" / "results").glob(f"h200-{plot.stem}.json*")
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
     assert plot.read_text().endswith(f"<!-- {digest} -->\n"), "run: ostinato report"
 
 

@@ -14,6 +14,7 @@ PAGES = {
     "README.md": ["bench/tables.py"],
     "docs/kernels.md": ["bench/kernel_tables.py"],
     "docs/models.md": ["bench/model_tables.py"],
+    "docs/results.md": ["bench/result_tables.py"],
     "docs/feature-interactions.md": ["-P", "-m", "ostinato.bench.interactions"],
 }
 """What Python is given to print each."""

@@ -119,7 +119,11 @@ BREAKS = (
     ),
     Break("a bucket that was dropped, a larger one left", Reason.WHOLE, prepare=_drop(SMALLER), rows=SMALLER),
     Break("no bucket left: replays failed", Reason.REPLAY_FAILED, prepare=_drop(BATCH, SMALLER)),
-    Break("graphs above their memory budget", Reason.OVER_BUDGET, options={"graph_memory_bytes": 1}),
+    Break(
+        "graphs above their memory budget",
+        Reason.OVER_BUDGET,
+        options={"graph_memory_bytes": 1, "capture_sizes": (BATCH,)},  # a smaller one may cost nothing
+    ),
     Break("capture when used, first steps", Reason.WARMUP, options={"capture": "lazy"}, fresh=True),
     Break("piecewise on request", Reason.PIECEWISE, options={"graphs": "piecewise"}),
     Break("graphs switched off", Reason.OFF, options={"graphs": "off"}),

@@ -19,9 +19,8 @@ verdict that such a guide gives ("elsewhere").
 """
 
 COSTS = """
-Costs are told by what is launched, since a tape has no times worth telling. On an H200, llama-3.2-1b, batch 1
-(`docs/graphs.md`), piecewise took 1.010 times whole, a hook in front of a middle layer 1.010, eager 9.8; the others
-have not been measured there, and `ostinato bench break` measures them on your machine. "Ahead" is whether a step can be
+Costs are told by what is launched, since a tape has no times worth telling. `docs/results.md` has times on an H200, as
+far as they were measured, and `ostinato bench break` measures them on your machine. "Ahead" is whether a step can be
 launched before the tokens of the last one are looked at; where not, the host's work adds to each step.
 """
 
