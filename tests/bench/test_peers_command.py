@@ -13,6 +13,7 @@ from ostinato.bench.cli import Peer
 from ostinato.bench.errors import BenchError
 from ostinato.bench.modes import MODES
 from ostinato.bench.peer_transformers import hf_config
+from ostinato.bench.peer_work import Work
 from ostinato.bench.schema import SCHEMAS, check
 from ostinato.bench.subject import load_decoder
 from ostinato.model import SHAPES, Decoder, ModelConfig
@@ -57,7 +58,7 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(decoder: Decoder, monke
     class Failing:
         version = "1"
 
-        def at(self, work: peers.Work) -> Any:
+        def at(self, work: Work) -> Any:
             return self
 
         def run(self, count: int) -> float:

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 from ..model import Decoder
 from ..model.decoder import Layer
-from .peers import Work, timed
+from .peer_work import Work, timed
 from .timing import capture
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..model import Decoder, ModelConfig
 from ..model.rotary import NUMBERS
 from ..weights.names import name_table
-from .peers import Work, timed
+from .peer_work import Work, timed
 
 ROTARY_NAMES = {"original_max_position": "original_max_position_embeddings"}
 

@@ -9,7 +9,7 @@ import torch
 
 from ..model import Decoder
 from .peer_transformers import hf_config
-from .peers import Work
+from .peer_work import Work
 
 SHORT = 16
 """Tokens of the generation that is subtracted: prompt and start are in both."""

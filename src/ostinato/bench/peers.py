@@ -5,15 +5,13 @@ takes them. A peer that is missing or fails is a row that says so.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from .. import __version__
 from ..model import Decoder
@@ -21,74 +19,13 @@ from ..runtime.graph_reason import Reason
 from .errors import BenchError
 from .modes import check_mode, make_subject, place
 from .output import Column, Report
+from .peer_work import Peer, PeerModel, Work, timed
 from .subject import TAPE, Subject
 from .timing import read_ceiling
 from .traffic import step_bytes
 
 WARM_STEPS = 4
 """Whose first tokens are compared before anything is timed."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every peer does at one batch size and context.
-
-    Attributes:
-        subject: Ostinato's engine, whose keys, values and first tokens the others take.
-        room: steps that may be asked for.
-    """
-
-    decoder: Decoder
-    subject: Subject
-    batch: int
-    context: int
-    room: int
-
-    def keys_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Of the context, `[batch, num_kv_heads, context, head_dim]` each, keys rotated."""
-        blocks = torch.tensor([sequence.blocks for sequence in self.subject.sequences], device=self.decoder.device)
-        cache = self.subject.kv_cache
-        keys, values = (
-            one[layer][blocks].transpose(1, 2).flatten(2, 3)[:, :, : self.context] for one in (cache.k, cache.v)
-        )
-        return keys, values
-
-    def token_ids(self) -> Tensor:
-        """The tokens that the first step takes, `[batch, 1]`."""
-        ids = [[sequence.output_ids[0]] for sequence in self.subject.sequences]
-        return torch.tensor(ids, device=self.decoder.device)
-
-
-class Peer(Protocol):
-    """An engine about to decode."""
-
-    def run(self, count: int) -> float:
-        """Decode so many tokens a sequence; milliseconds of a step, from idle to idle."""
-
-    def first_tokens(self) -> list[int] | None:
-        """What the first step gave, a row each; None where keys and values are the peer's own."""
-
-
-class PeerModel(Protocol):
-    """A peer with its weights.
-
-    Attributes:
-        version: of what it is made of.
-    """
-
-    version: str
-
-    def at(self, work: Work) -> Peer: ...
-
-
-def timed(run: Callable[[], object], count: int, wait: Callable[[], None]) -> float:
-    """Milliseconds of one of `count` runs, the device idle before and after."""
-    wait()
-    started = time.perf_counter()
-    for _ in range(count):
-        run()
-    wait()
-    return 1e3 * (time.perf_counter() - started) / count
 
 
 class _Ostinato:
