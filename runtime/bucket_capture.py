@@ -169,15 +169,12 @@ class Capturer:
         try:
             work(key)
         except Exception as error:
-            runner.drop(key, Reason.CAPTURE_FAILED, f"{type(error).__name__}: {error}")
+            detail = f"{type(error).__name__}: {error}"
+            runner.drop(key, Reason.CAPTURE_FAILED, detail)
+            state = self._backend.memory_state()
+            # The text, not the error: whoever keeps log records would keep its traceback, and with it the engine.
             logger.error(
-                "%s: no graph for batch size %d, %d tokens: %s: %s (%s)",
-                runner.name,
-                key.bs,
-                key.num_tokens,
-                type(error).__name__,
-                error,
-                self._backend.memory_state(),
+                "%s: no graph for batch size %d, %d tokens: %s (%s)", runner.name, key.bs, key.num_tokens, detail, state
             )
             return False
         return True

@@ -1,7 +1,9 @@
 """Decode steps through graphs, in a whole engine: the same bits as without, every reason counted, failures survived."""
 
+import gc
 import itertools
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -520,6 +522,17 @@ def test_a_failed_capture_gives_its_memory_back(
         one = engine()
         used.append(backend.pool_bytes(one.decode_runner.graphs.resources.pool))  # type: ignore[union-attr]
     assert used[1] <= used[0]
+
+
+def test_who_keeps_log_records_of_failures_keeps_no_engine(
+    engine: Callable[..., Engine], device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = failing_backend(device, "end", at=1)
+    monkeypatch.setattr("ostinato.runtime.engine.graph_backend", lambda device: backend)
+    gone = weakref.ref(engine().decode_runner)
+    gc.collect()
+    assert "no graph for batch size" in caplog.text
+    assert gone() is None
 
 
 def test_a_late_capture_that_fails_is_not_tried_again(
