@@ -4,8 +4,8 @@
 
 Times are of graphs over the weights of all layers, so nothing is served from the L2. `bare` is a projection without its
 norm, which is what cuBLAS computes too; the rest includes norm, activation and residual. Every figure is of the plan
-that `linear` takes by itself, but at the crossovers, where each road is timed; other plans are for `sweep_gemv.py`
-and `sweep_tensor.py`.
+that `linear` takes by itself, but at the crossovers, where each road is timed; other plans are for
+`sweep_linear.py`.
 """
 
 import sys
@@ -17,17 +17,16 @@ import aot
 import harness
 import torch
 import torch.nn.functional as F
-from sweep_gemv import OPS, Chain, label
-from sweep_tensor import label as tensor_label
+from projections import BLAS, OPS, Chain, label
 
 from ostinato.kernels import greedy
+from ostinato.kernels._linear_call import LinearCall
 from ostinato.kernels._linear_plan import TABLES, LinearPlan, gemv_by_rule, linear_plan
 from ostinato.kernels.linear import linear_planned
 from ostinato.model import SHAPES
 
 BATCHES = (8, 16, 32)
 CROSSOVERS = (2, 3, 4, 64)
-BLAS = LinearPlan("blas")
 
 
 def planned(chain: Chain) -> dict[str, LinearPlan]:
@@ -74,7 +73,7 @@ def bare(chain: Chain, name: str, plan: LinearPlan) -> None:
     arguments = chain.arguments(name, chain.hidden)
     kept = {key: value for key, value in arguments.items() if key not in ("norm_weight", "norm_eps")}
     for weight in chain.weights[name]:
-        linear_planned(weight=weight, **kept, plan=plan)
+        linear_planned(LinearCall(weight=weight, **kept), plan)
 
 
 def time(run: Callable[[], object], replays: int) -> harness.Timing:
@@ -134,17 +133,17 @@ def some_tokens(model: str, chain: Chain, recorder: harness.Recorder) -> None:
         ):
             timing = time(run, 10)
             recorder.record(f"{model}/{tokens}/{name}/{kind}", timing, num_bytes=chain.bytes_of(name), count=count,
-                            plan=tensor_label(plans[name]))  # fmt: skip
+                            plan=label(plans[name]))  # fmt: skip
             times[kind] = timing.median / count
         ratios = ", ".join(f"{times[kind] / times['cublas']:.3f}" for kind in ("all", "bare"))
-        print(f"{model} {tokens:3d} {name:8s} {tensor_label(plans[name]):20s} {times} {ratios}", flush=True)
+        print(f"{model} {tokens:3d} {name:8s} {label(plans[name]):20s} {times} {ratios}", flush=True)
     total = sum(chain.bytes_of(name) for name in OPS)
     medians = {}
     for kind, some in (("ours", plans), ("blas", dict.fromkeys(OPS, BLAS))):
         for part, step in (("chain", chain.step), ("layers", chain.step_layers)):
             timing = time(lambda step=step, some=some: step(some), 15)  # type: ignore[misc]
             moved = total - (chain.bytes_of("head") if part == "layers" else 0)
-            facts = {name: tensor_label(plan) for name, plan in some.items()}
+            facts = {name: label(plan) for name, plan in some.items()}
             recorder.record(f"{model}/{tokens}/{part}-{kind}", timing, num_bytes=moved, plans=facts)
             medians[part, kind] = timing.median
     print(
@@ -163,7 +162,7 @@ def crossover(model: str, chain: Chain, recorder: harness.Recorder) -> None:
         for road, plan in {"ships": plans[name], **roads(chain, name)}.items():
             timing = time(lambda name=name, plan=plan: chain.alone(name, plan), 6)  # type: ignore[misc]
             recorder.record(f"{model}/{chain.tokens}/{name}/{road}", timing, num_bytes=chain.bytes_of(name),
-                            count=count, plan=tensor_label(plan), road=plan.road)  # fmt: skip
+                            count=count, plan=label(plan), road=plan.road)  # fmt: skip
             times[road] = round(timing.median / count, 2)
         print(f"{model} {chain.tokens:3d} {name:8s} {plans[name].road} {times}", flush=True)
 

@@ -4,9 +4,7 @@
 
 from typing import no_type_check
 
-from torch import Tensor
-
-from . import _triton
+from ._linear_call import LinearCall
 from ._linear_plan import LinearPlan
 from ._triton import tl, triton
 
@@ -150,36 +148,15 @@ def _linear_gemv_kernel(
             weights = later
 
 
-def launch_gemv(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    swiglu: bool,
-    residual: Tensor | None,
-    out: Tensor,
-    plan: LinearPlan,
-) -> None:
-    """Launch over checked arguments; see `linear` for their meaning."""
-    num_tokens, in_features = x.shape
-    num_features = out.shape[1]
-    tokens = 1 if num_tokens == 1 else 2 if num_tokens == 2 else 4
-    assert num_tokens <= tokens, f"the dot-free kernel takes up to 4 tokens, not {num_tokens}"
-    num_tiles = triton.cdiv(num_features, plan.block_n)
-    num_programs = num_tiles
-    if plan.programs_per_sm:
-        num_programs = min(num_tiles, plan.programs_per_sm * _triton.num_multiprocessors(x.device))
+def launch_gemv(call: LinearCall, plan: LinearPlan) -> None:
+    tokens = 1 if call.num_tokens == 1 else 2 if call.num_tokens == 2 else 4
+    assert call.num_tokens <= tokens, f"the dot-free kernel takes up to 4 tokens, not {call.num_tokens}"
+    num_tiles, num_programs = call.tiles_and_programs(plan)
     loop = num_programs < num_tiles
-    chunks = triton.cdiv(in_features, plan.block_k)
-    pdl = _triton.has_pdl(x.device)
+    chunks = triton.cdiv(call.in_features, plan.block_k)
     _linear_gemv_kernel[(num_programs,)](
-        x, weight, bias, norm_weight, residual, out,
-        num_tokens, num_features, num_tiles, num_programs,
-        x.stride(0), weight.stride(0), residual.stride(0) if residual is not None else 0, out.stride(0),
-        norm_eps,
-        K=in_features, TOKENS=tokens, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k,
-        EARLY=chunks if loop else min(plan.early, chunks), LOOP=loop, HAS_BIAS=bias is not None,
-        HAS_NORM=norm_weight is not None, HAS_RESIDUAL=residual is not None, SWIGLU=swiglu, PDL=pdl,
-        num_warps=plan.num_warps, launch_pdl=pdl,
+        call.x, call.weight, call.bias, call.norm_weight, call.residual, call.result,
+        call.num_tokens, call.num_features, num_tiles, num_programs, *call.strides, call.norm_eps,
+        TOKENS=tokens, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, EARLY=chunks if loop else min(plan.early, chunks),
+        LOOP=loop, num_warps=plan.num_warps, **call.switches,
     )  # fmt: skip

@@ -13,13 +13,14 @@ class LinearPlan:
         road: `gemv` (dot-free, 1 token or a few), `tensor` (tensor cores, up to 64), `blas` (torch, with the neighbours
             as kernels of their own).
         block_n: output features of a program.
-        block_k: input features of a chunk.
+        block_k: input features of a chunk, or of a slice of one.
         num_warps: warps of a program.
-        early: `gemv`: chunks asked for before the wait on the previous kernel.
-        programs_per_sm: `gemv`: programs walk over the tiles in a loop, so many a multiprocessor; 0: a program a tile.
+        early: chunks asked for before the wait on the previous kernel.
+        programs_per_sm: programs walk over the tiles in a loop, so many a multiprocessor; 0: a program a tile.
         norm_apart: `tensor`: the norm is a kernel of its own, so the pipeline's operands need no arithmetic.
         num_stages: `tensor`: depth of the software pipeline.
         split_k: `tensor`: programs that share a tile's input features; their sums are merged by a second kernel.
+        slices: `tensor`: slices of a chunk, each for a warp or two of its own; their sums are added at the end.
     """
 
     road: Literal["gemv", "tensor", "blas"]
@@ -31,10 +32,11 @@ class LinearPlan:
     norm_apart: bool = False
     num_stages: int = 1
     split_k: int = 1
+    slices: int = 1
 
 
 # Rows and columns of the weights of Llama-3.2-1B and Llama-3.1-8B: qkv, o, gate_up, down, head. Each plan is the best
-# of its projection within a decode chain (one token) or alone (more), by bench/sweep_gemv.py and bench/sweep_tensor.py.
+# of its projection within a decode chain (one token) or alone (more), by bench/sweep_linear.py.
 _ONE_TOKEN_H200 = {
     (3072, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
     (2048, 2048): LinearPlan("gemv", 8, 1024, 4, early=2),
@@ -49,40 +51,44 @@ _ONE_TOKEN_H200 = {
 }
 _2_TOKENS_H200 = {
     (3072, 2048): LinearPlan("gemv", 4, 2048, 8, early=2),
-    (2048, 2048): LinearPlan("gemv", 4, 2048, 8, early=2),
-    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
-    (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
-    (128256, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (6144, 4096): LinearPlan("gemv", 4, 1024, 4, early=2),
-    (4096, 4096): LinearPlan("gemv", 2, 1024, 4, early=2),
-    (28672, 4096): LinearPlan("gemv", 2, 1024, 4, early=2),
-    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
     (128256, 4096): LinearPlan("gemv", 4, 1024, 4, early=2),
 }
+_8_TOKENS_H200 = {
+    (3072, 2048): LinearPlan("tensor", 32, 128, 4, norm_apart=True, num_stages=4, slices=4),
+    (2048, 2048): LinearPlan("tensor", 32, 128, 4, num_stages=4, slices=4),
+    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
+    (2048, 8192): LinearPlan("tensor", 16, 128, 4, num_stages=8, slices=4),
+    (128256, 2048): LinearPlan("tensor", 16, 128, 4, norm_apart=True, num_stages=4, slices=4),
+    (6144, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
+    (4096, 4096): LinearPlan("tensor", 16, 128, 4, num_stages=5, slices=4),
+    (28672, 4096): LinearPlan("tensor", 16, 128, 4, programs_per_sm=1, norm_apart=True, num_stages=6, slices=4),
+    (4096, 14336): LinearPlan("tensor", 32, 128, 4, num_stages=6, slices=4),
+    (128256, 4096): LinearPlan("tensor", 16, 128, 4, norm_apart=True, num_stages=5, slices=4),
+}
 _16_TOKENS_H200 = {
-    (3072, 2048): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=4),
-    (2048, 2048): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=4),
-    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
-    (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
+    (3072, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
+    (2048, 2048): LinearPlan("tensor", 16, 128, 4, num_stages=5, slices=4),
+    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
+    (2048, 8192): LinearPlan("tensor", 16, 128, 4, num_stages=5, slices=4),
     (128256, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (6144, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
     (4096, 4096): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
-    (28672, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
-    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
+    (28672, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=3),
+    (4096, 14336): LinearPlan("tensor", 32, 256, 4, num_stages=7),
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
 }
-_8_TOKENS_H200 = {**_16_TOKENS_H200, (6144, 4096): LinearPlan("tensor", 128, 128, 8, num_stages=4, split_k=2)}
 _32_TOKENS_H200 = {
     (3072, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6, split_k=2),
     (2048, 2048): LinearPlan("tensor", 64, 64, 4, num_stages=6, split_k=4),
-    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
+    (16384, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=5),
     (2048, 8192): LinearPlan("tensor", 64, 128, 4, num_stages=4, split_k=4),
-    (128256, 2048): LinearPlan("tensor", 64, 64, 4, norm_apart=True, num_stages=6),
+    (128256, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (6144, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
     (4096, 4096): LinearPlan("tensor", 64, 128, 4, num_stages=3, split_k=4),
-    (28672, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
-    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=2),
-    (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=3),
+    (28672, 4096): LinearPlan("tensor", 64, 64, 4, norm_apart=True, num_stages=5),
+    (4096, 14336): LinearPlan("tensor", 32, 256, 4, num_stages=7),
+    (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
 }
 # Where cuBLAS is faster; the others go by the rule.
 _64_TOKENS_H200 = dict.fromkeys(
@@ -112,9 +118,9 @@ def linear_plan(
         device_name, shared_memory: of the device; bytes that one program can have.
     """
     tables = TABLES.get(device_name, {}) if element_size == 2 else {}
-    most = min((tokens for tokens in tables if tokens >= num_tokens), default=0)
-    if most and (rows, columns) in tables[most]:
-        return tables[most][rows, columns]
+    for most in sorted(tables):
+        if num_tokens <= most and (rows, columns) in tables[most]:
+            return tables[most][rows, columns]
     # In full float32 the tensor cores do not help.
     if num_tokens <= (1 if element_size == 2 else 4):
         return gemv_by_rule(num_tokens, columns, 2 if swiglu else 1)

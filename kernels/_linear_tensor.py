@@ -1,29 +1,116 @@
+# ruff: noqa: RUF005 -- Triton adds tuples and cannot unpack them.
 """The linear projection for some tens of tokens: tensor cores, still at the speed of reading the weights."""
 
 from typing import no_type_check
 
 import torch
-from torch import Tensor
 
-from . import _triton
+from ._linear_call import LinearCall
 from ._linear_plan import LinearPlan
 from ._triton import tl, triton
+
+# Every tile has one of two forms, [rows, BLOCK_K] if SLICES is 1 and [SLICES, rows, BLOCK_K] if it is more: with the
+# first, all warps multiply the same columns (on Hopper by their common instruction), with the second a warp or two has
+# a slice of them to itself.
 
 
 @triton.jit
 @no_type_check
-def _weight_tile(ptr, rows, num_rows, stride, k, k_end, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def _columns(k, SLICES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_K], or [SLICES, BLOCK_K]."""
     cols = k + tl.arange(0, BLOCK_K)
+    if SLICES > 1:
+        cols = cols[None, :] + (tl.arange(0, SLICES) * BLOCK_K)[:, None]
+    return cols
+
+
+@triton.jit
+@no_type_check
+def _weight_tile(ptr, rows, num_rows, stride, k, K: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr):
+    cols = _columns(k, SLICES, BLOCK_K)
     mask = (rows < num_rows)[:, None]
-    if K % BLOCK_K != 0:
-        mask = mask & (cols < k_end)[None, :]
-    return tl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    pointers = ptr + rows[:, None] * stride
+    if SLICES > 1:
+        mask = mask[None, :, :]
+        pointers = pointers[None, :, :]
+        cols = cols[:, None, :]
+    else:
+        cols = cols[None, :]
+    if K % (SLICES * BLOCK_K) != 0:
+        mask = mask & (cols < K)
+    return tl.load(pointers + cols, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+@no_type_check
+def _tokens_tile(
+    ptr, num_tokens, stride, k, K: tl.constexpr, BLOCK_M: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Of x with its columns as rows, [.., BLOCK_K, BLOCK_M], zero where there is no token."""
+    tokens = tl.arange(0, BLOCK_M)
+    cols = _columns(k, SLICES, BLOCK_K)
+    mask = (tokens < num_tokens)[None, :]
+    pointers = ptr + tokens.to(tl.int64)[None, :] * stride
+    if SLICES > 1:
+        mask = mask[None, :, :]
+        pointers = pointers[None, :, :]
+        cols = cols[:, :, None]
+    else:
+        cols = cols[:, None]
+    if K % (SLICES * BLOCK_K) != 0:
+        mask = mask & (cols < K)
+    return tl.load(pointers + cols, mask=mask, other=0.0)
+
+
+@triton.jit
+@no_type_check
+def _norm_tile(ptr, k, K: tl.constexpr, SLICES: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Of the norm's weight, to go with a tile of x."""
+    cols = _columns(k, SLICES, BLOCK_K)
+    tile = tl.load(ptr + cols, mask=cols < K, other=0.0)
+    return tile[:, :, None] if SLICES > 1 else tile[:, None]
+
+
+@triton.jit
+@no_type_check
+def _scaled(x, norm_weight, squares):
+    """x * norm_weight, and the running squares of x."""
+    wide = x.to(tl.float32)
+    return (wide * norm_weight.to(tl.float32)).to(x.dtype), squares + wide * wide
+
+
+@triton.jit
+@no_type_check
+def _zeros(ROWS: tl.constexpr, COLUMNS: tl.constexpr, SLICES: tl.constexpr):
+    return tl.zeros((SLICES, ROWS, COLUMNS) if SLICES > 1 else (ROWS, COLUMNS), tl.float32)
+
+
+@triton.jit
+@no_type_check
+def _arrived(tile, ASKED: tl.constexpr):
+    """The same tile. The compiler would wait for it, to change its layout, right where it is asked for: not so here."""
+    if ASKED:
+        PACK: tl.constexpr = 32 // tile.dtype.primitive_bitwidth
+        tile = tl.inline_asm_elementwise("", "=r,0", [tile], dtype=tile.dtype, is_pure=False, pack=PACK)
+    return tile
+
+
+@triton.jit
+@no_type_check
+def _residual_tile(ptr, rows, tokens, num_features, num_tokens, stride, HAS_RESIDUAL: tl.constexpr):
+    """[features, tokens] of what is added last; zero if there is nothing."""
+    if HAS_RESIDUAL:
+        mask = (rows < num_features)[:, None] & (tokens < num_tokens)[None, :]
+        tile = tl.load(ptr + tokens.to(tl.int64)[None, :] * stride + rows[:, None], mask=mask, other=0.0)
+    else:
+        tile = 0.0
+    return tile
 
 
 @triton.jit
 @no_type_check
 def _epilogue(
-    y, up, scale, rows, tokens, num_features, num_tokens, bias_ptr, residual_ptr, residual_stride, out_ptr, out_stride,
+    y, up, scale, residual, rows, tokens, num_features, num_tokens, bias_ptr, out_ptr, out_stride,
     HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
 ):  # fmt: skip
     """Finish sums of shape [features, tokens] and store them. `scale` is 1 / rms of each token."""
@@ -39,74 +126,34 @@ def _epilogue(
             up += tl.load(bias_ptr + num_features + rows, mask=rows < num_features, other=0.0).to(tl.float32)[:, None]
         y = y * tl.sigmoid(y) * up
     if HAS_RESIDUAL:
-        pointers = residual_ptr + tokens.to(tl.int64)[None, :] * residual_stride + rows[:, None]
-        y += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
+        y += residual.to(tl.float32)
     tl.store(
         out_ptr + tokens.to(tl.int64)[None, :] * out_stride + rows[:, None], y.to(out_ptr.dtype.element_ty), mask=mask
     )
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit
 @no_type_check
-def _linear_tensor_kernel(
-    # pointers
-    x_ptr, weight_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr, partial_ptr, squares_ptr,
-    # sizes
-    num_tokens, num_features,
-    # strides between rows, in elements
-    x_stride, weight_stride, residual_stride, out_stride,
-    # scalars
-    norm_eps,
-    # shapes and switches
-    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    SWIGLU: tl.constexpr, PDL: tl.constexpr,
+def _finish_tile(
+    sums, sums_up, squares, residual, tile, split, num_features, num_tokens, bias_ptr, out_ptr, out_stride, partial_ptr,
+    squares_ptr, norm_eps, K: tl.constexpr, SPLIT_K: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr,
 ):  # fmt: skip
-    """A program owns BLOCK_N features of all tokens, over K or over one of SPLIT_K shares of it.
-
-    The weights are the left operand (features are the rows of the matrix instruction, tokens its few columns), so the
-    instruction's width is not wasted on absent tokens. The first weight tile is asked for before the wait on the
-    previous kernel. The norm is folded: the operand is x * norm_weight rounded to its dtype, squares are summed on the
-    way, and the sum is scaled by 1 / rms at the end. Shares of K leave float32 sums that `_linear_merge_kernel` adds
-    in index order.
-    """
-    SHARE: tl.constexpr = (K + SPLIT_K * BLOCK_K - 1) // (SPLIT_K * BLOCK_K) * BLOCK_K
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    split = tl.program_id(1)
-    rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    """The results of a tile, or its share of them."""
+    BLOCK_N: tl.constexpr = sums.shape[-2]
+    BLOCK_M: tl.constexpr = sums.shape[-1]
+    if len(sums.shape) == 3:
+        sums = tl.sum(sums, 0)
+        sums_up = tl.sum(sums_up, 0)
+        squares = tl.sum(squares, 0)
+    rows = (tile * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     tokens = tl.arange(0, BLOCK_M)
-    k_start = split * SHARE
-    k_end = tl.minimum(k_start + SHARE, K)
-    up_ptr = weight_ptr + tl.cast(num_features, tl.int64) * weight_stride
-    first = _weight_tile(weight_ptr, rows, num_features, weight_stride, k_start, k_end, K, BLOCK_K)
-    if SWIGLU:
-        first_up = _weight_tile(up_ptr, rows, num_features, weight_stride, k_start, k_end, K, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-
-    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    sums_up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    squares = tl.zeros((BLOCK_K, BLOCK_M), tl.float32)
-    x_rows = x_ptr + tl.minimum(tokens, num_tokens - 1).to(tl.int64)[None, :] * x_stride
-    x, squares = _tokens_tile(x_rows, norm_weight_ptr, squares, k_start, k_end, K, BLOCK_K, HAS_NORM)
-    sums = tl.dot(first, x, sums, input_precision="ieee")
-    if SWIGLU:
-        sums_up = tl.dot(first_up, x, sums_up, input_precision="ieee")
-    for k in tl.range(k_start + BLOCK_K, k_end, BLOCK_K, num_stages=STAGES):
-        weights = _weight_tile(weight_ptr, rows, num_features, weight_stride, k, k_end, K, BLOCK_K)
-        x, squares = _tokens_tile(x_rows, norm_weight_ptr, squares, k, k_end, K, BLOCK_K, HAS_NORM)
-        sums = tl.dot(weights, x, sums, input_precision="ieee")
-        if SWIGLU:
-            weights_up = _weight_tile(up_ptr, rows, num_features, weight_stride, k, k_end, K, BLOCK_K)
-            sums_up = tl.dot(weights_up, x, sums_up, input_precision="ieee")
-
     total = tl.sum(squares, 0)
     if SPLIT_K == 1:
         scale = tl.rsqrt(total / K + norm_eps) if HAS_NORM else total
         _epilogue(
-            sums, sums_up, scale, rows, tokens, num_features, num_tokens, bias_ptr, residual_ptr, residual_stride,
-            out_ptr, out_stride, HAS_BIAS, HAS_NORM, HAS_RESIDUAL, SWIGLU,
+            sums, sums_up, scale, residual, rows, tokens, num_features, num_tokens, bias_ptr, out_ptr, out_stride,
+            HAS_BIAS, HAS_NORM, HAS_RESIDUAL, SWIGLU,
         )  # fmt: skip
     else:
         PARTS: tl.constexpr = 2 if SWIGLU else 1
@@ -117,26 +164,124 @@ def _linear_tensor_kernel(
         tl.store(pointers, sums, mask=mask)
         if SWIGLU:
             tl.store(pointers + num_features, sums_up, mask=mask)
-        if HAS_NORM and tl.program_id(0) == 0:
+        if HAS_NORM and tile == 0:
             tl.store(squares_ptr + split * num_tokens + tokens, total, mask=tokens < num_tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles", "num_programs"])
 @no_type_check
-def _tokens_tile(x_rows, norm_weight_ptr, squares, k, k_end, K: tl.constexpr, BLOCK_K: tl.constexpr,
-                 HAS_NORM: tl.constexpr):  # fmt: skip
-    """[BLOCK_K, tokens] of the right operand, and the running squares."""
-    cols = k + tl.arange(0, BLOCK_K)
-    if K % BLOCK_K != 0:
-        x = tl.load(x_rows + cols[:, None], mask=(cols < k_end)[:, None], other=0.0)
-    else:
-        x = tl.load(x_rows + cols[:, None])
-    if HAS_NORM:
-        wide = x.to(tl.float32)
-        squares += wide * wide
-        norm_weight = tl.load(norm_weight_ptr + cols, mask=cols < k_end, other=0.0).to(tl.float32)
-        x = (wide * norm_weight[:, None]).to(x.dtype)
-    return x, squares
+def _linear_tensor_kernel(
+    # pointers
+    x_ptr, weight_ptr, bias_ptr, norm_weight_ptr, residual_ptr, out_ptr, partial_ptr, squares_ptr,
+    # sizes
+    num_tokens, num_features, num_tiles, num_programs,
+    # strides between rows, in elements
+    x_stride, weight_stride, residual_stride, out_stride,
+    # scalars
+    norm_eps,
+    # shapes and switches
+    K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr, LOOP: tl.constexpr, EARLY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, SWIGLU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A program owns tiles of BLOCK_N features of all tokens, over K or over one of SPLIT_K shares of it.
+
+    The weights are the left operand (features are the rows of the matrix instruction, tokens its few columns), so the
+    instruction's width is not wasted on absent tokens. A chunk is BLOCK_K columns, or as many for each of SLICES.
+    With LOOP a fixed number of programs walks over all tiles, and the pipeline runs on from one into the next.
+    The very last weights of a program (EARLY chunks) are asked for before the wait on the previous kernel and are
+    multiplied when all others have been, so that nothing stands between the wait and the pipeline.
+    The norm is folded: the operand is x * norm_weight rounded to its dtype, squares are summed on the way, and the sum
+    is scaled by 1 / rms at the end. Shares of K leave float32 sums that `_linear_merge_kernel` adds in index order.
+    """
+    CHUNK: tl.constexpr = SLICES * BLOCK_K
+    SHARE: tl.constexpr = (K + SPLIT_K * CHUNK - 1) // (SPLIT_K * CHUNK)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    split = tl.program_id(1)
+    k_start = split * SHARE * CHUNK
+    chunks = tl.minimum(SHARE, tl.cdiv(K - k_start, CHUNK))
+    last_tile = tl.program_id(0)
+    steps = chunks
+    if LOOP:
+        turns = (num_tiles - 1 - last_tile) // num_programs
+        last_tile += turns * num_programs
+        steps += turns * chunks
+    features = tl.arange(0, BLOCK_N)
+    up_ptr = weight_ptr + tl.cast(num_features, tl.int64) * weight_stride
+
+    # early[PARTS * e] is chunk e of the last EARLY ones; with SWIGLU the entry after it belongs to the up half.
+    PARTS: tl.constexpr = 2 if SWIGLU else 1
+    early_k = k_start + (chunks - EARLY) * CHUNK
+    rows = (last_tile * BLOCK_N + features).to(tl.int64)
+    early = ()
+    for e in tl.static_range(EARLY):
+        for part in tl.static_range(PARTS):
+            part_ptr = up_ptr if part else weight_ptr
+            k = early_k + e * CHUNK
+            early = early + (_weight_tile(part_ptr, rows, num_features, weight_stride, k, K, SLICES, BLOCK_K),)
+    early_norm = ()
+    for e in tl.static_range(EARLY if HAS_NORM else 0):
+        early_norm = early_norm + (_norm_tile(norm_weight_ptr, early_k + e * CHUNK, K, SLICES, BLOCK_K),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    tokens = tl.arange(0, BLOCK_M)
+    last_residual = _residual_tile(
+        residual_ptr, rows, tokens, num_features, num_tokens, residual_stride, HAS_RESIDUAL and SPLIT_K == 1
+    )
+    early_x = ()
+    for e in tl.static_range(EARLY):
+        k = early_k + e * CHUNK
+        early_x = early_x + (_tokens_tile(x_ptr, num_tokens, x_stride, k, K, BLOCK_M, SLICES, BLOCK_K),)
+
+    sums = _zeros(BLOCK_N, BLOCK_M, SLICES)
+    sums_up = _zeros(BLOCK_N, BLOCK_M, SLICES)
+    squares = _zeros(BLOCK_K, BLOCK_M, SLICES)
+    for step in tl.range(0, steps - EARLY, num_stages=STAGES):
+        tile = tl.program_id(0)
+        chunk = step
+        if LOOP:
+            tile += step // chunks * num_programs
+            chunk = step % chunks
+        k = k_start + chunk * CHUNK
+        rows = (tile * BLOCK_N + features).to(tl.int64)
+        weights = _weight_tile(weight_ptr, rows, num_features, weight_stride, k, K, SLICES, BLOCK_K)
+        x = _tokens_tile(x_ptr, num_tokens, x_stride, k, K, BLOCK_M, SLICES, BLOCK_K)
+        if HAS_NORM:
+            x, squares = _scaled(x, _norm_tile(norm_weight_ptr, k, K, SLICES, BLOCK_K), squares)
+        sums = tl.dot(weights, x, sums, input_precision="ieee")
+        if SWIGLU:
+            weights_up = _weight_tile(up_ptr, rows, num_features, weight_stride, k, K, SLICES, BLOCK_K)
+            sums_up = tl.dot(weights_up, x, sums_up, input_precision="ieee")
+        if LOOP:
+            done = chunk == chunks - 1
+            if done:
+                residual = _residual_tile(
+                    residual_ptr, rows, tokens, num_features, num_tokens, residual_stride, HAS_RESIDUAL and SPLIT_K == 1
+                )
+                _finish_tile(
+                    sums, sums_up, squares, residual, tile, split, num_features, num_tokens, bias_ptr, out_ptr,
+                    out_stride, partial_ptr, squares_ptr, norm_eps, K, SPLIT_K, HAS_BIAS, HAS_NORM, HAS_RESIDUAL,
+                    SWIGLU,
+                )  # fmt: skip
+                sums = _zeros(BLOCK_N, BLOCK_M, SLICES)
+                sums_up = _zeros(BLOCK_N, BLOCK_M, SLICES)
+                squares = _zeros(BLOCK_K, BLOCK_M, SLICES)
+    for e in tl.static_range(EARLY):
+        x = _arrived(early_x[e], PDL)
+        if HAS_NORM:
+            x, squares = _scaled(x, early_norm[e], squares)
+        sums = tl.dot(_arrived(early[PARTS * e], PDL), x, sums, input_precision="ieee")
+        if SWIGLU:
+            sums_up = tl.dot(_arrived(early[PARTS * e + 1], PDL), x, sums_up, input_precision="ieee")
+    if EARLY or not LOOP:
+        if HAS_RESIDUAL and SPLIT_K == 1:
+            last_residual = _arrived(last_residual, PDL)
+        _finish_tile(
+            sums, sums_up, squares, last_residual, last_tile, split, num_features, num_tokens, bias_ptr, out_ptr,
+            out_stride, partial_ptr, squares_ptr, norm_eps, K, SPLIT_K, HAS_BIAS, HAS_NORM, HAS_RESIDUAL, SWIGLU,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -166,50 +311,38 @@ def _linear_merge_kernel(
         if HAS_NORM:
             square += tl.load(squares_ptr + split * num_tokens + token)
     scale = tl.rsqrt(square / K + norm_eps) + tl.zeros((1,), tl.float32)
+    tokens = token + tl.arange(0, 1)
+    residual = _residual_tile(residual_ptr, rows, tokens, num_features, num_tokens, residual_stride, HAS_RESIDUAL)
     _epilogue(
-        y[:, None], up[:, None], scale, rows, token + tl.arange(0, 1), num_features, num_tokens, bias_ptr, residual_ptr,
-        residual_stride, out_ptr, out_stride, HAS_BIAS, HAS_NORM, HAS_RESIDUAL, SWIGLU,
+        y[:, None], up[:, None], scale, residual, rows, tokens, num_features, num_tokens, bias_ptr, out_ptr, out_stride,
+        HAS_BIAS, HAS_NORM, HAS_RESIDUAL, SWIGLU,
     )  # fmt: skip
 
 
-def launch_tensor(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    swiglu: bool,
-    residual: Tensor | None,
-    out: Tensor,
-    plan: LinearPlan,
-) -> None:
-    """Launch over checked arguments; see `linear` for their meaning."""
-    num_tokens, in_features = x.shape
-    num_features = out.shape[1]
-    block_m = max(16, triton.next_power_of_2(num_tokens))
-    assert block_m <= 128, f"the tensor-core kernel takes up to 128 tokens, not {num_tokens}"
+def launch_tensor(call: LinearCall, plan: LinearPlan) -> None:
+    # Hopper's instruction for all warps has at least 16 columns here, the one for a single warp has 8.
+    block_m = max(8 if plan.slices > 1 else 16, triton.next_power_of_2(call.num_tokens))
+    assert block_m <= 128, f"the tensor-core kernel takes up to 128 tokens, not {call.num_tokens}"
     split = plan.split_k
-    share = triton.cdiv(in_features, split * plan.block_k) * plan.block_k
-    assert (split - 1) * share < in_features, f"{split} shares of {in_features} features leave one empty"
+    chunks = triton.cdiv(call.in_features, plan.slices * plan.block_k)
+    fewest_chunks = chunks - (split - 1) * triton.cdiv(chunks, split)
+    assert fewest_chunks > 0, f"{split} shares of {call.in_features} features leave one empty"
     partial = squares = None
     if split > 1:
-        partial = x.new_empty(split, num_tokens, weight.shape[0], dtype=torch.float32)
-        squares = x.new_empty(split, num_tokens, dtype=torch.float32) if norm_weight is not None else None
-    residual_stride = residual.stride(0) if residual is not None else 0
-    pdl = _triton.has_pdl(x.device)
-    switches = {
-        "K": in_features, "SPLIT_K": split, "HAS_BIAS": bias is not None, "HAS_NORM": norm_weight is not None,
-        "HAS_RESIDUAL": residual is not None, "SWIGLU": swiglu, "PDL": pdl, "launch_pdl": pdl,
-    }  # fmt: skip
-    _linear_tensor_kernel[(triton.cdiv(num_features, plan.block_n), split)](
-        x, weight, bias, norm_weight, residual, out, partial, squares,
-        num_tokens, num_features, x.stride(0), weight.stride(0), residual_stride, out.stride(0), norm_eps,
-        BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, STAGES=plan.num_stages,
-        num_warps=plan.num_warps, **switches,
+        partial = call.x.new_empty(split, call.num_tokens, call.weight.shape[0], dtype=torch.float32)
+        if call.norm_weight is not None:
+            squares = call.x.new_empty(split, call.num_tokens, dtype=torch.float32)
+    num_tiles, num_programs = call.tiles_and_programs(plan)
+    _linear_tensor_kernel[(num_programs, split)](
+        call.x, call.weight, call.bias, call.norm_weight, call.residual, call.result, partial, squares,
+        call.num_tokens, call.num_features, num_tiles, num_programs, *call.strides, call.norm_eps,
+        BLOCK_M=block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, SLICES=plan.slices, SPLIT_K=split,
+        STAGES=plan.num_stages, LOOP=num_programs < num_tiles, EARLY=min(plan.early, fewest_chunks),
+        num_warps=plan.num_warps, **call.switches,
     )  # fmt: skip
     if split > 1:
         block = 256
-        _linear_merge_kernel[(triton.cdiv(num_features, block), num_tokens)](
-            partial, squares, bias, residual, out, num_tokens, num_features, residual_stride, out.stride(0), norm_eps,
-            BLOCK_N=block, num_warps=2, **switches,
+        _linear_merge_kernel[(triton.cdiv(call.num_features, block), call.num_tokens)](
+            partial, squares, call.bias, call.residual, call.result, call.num_tokens, call.num_features,
+            *call.strides[2:], call.norm_eps, SPLIT_K=split, BLOCK_N=block, num_warps=2, **call.switches,
         )  # fmt: skip

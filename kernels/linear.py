@@ -1,10 +1,13 @@
 """Linear projection with the neighbours of a decoder layer fused to it."""
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import _triton
+from ._linear_call import LinearCall
 from ._linear_gemv import launch_gemv
 from ._linear_plan import LinearPlan, linear_plan
 from ._linear_tensor import launch_tensor
@@ -32,72 +35,37 @@ def linear(
     if not _triton.on_triton(x):
         return linear_ref(x, weight, bias, norm_weight=norm_weight, norm_eps=norm_eps, swiglu=swiglu,
                           residual=residual, out=out)  # fmt: skip
+    call = LinearCall(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out)
     plan = linear_plan(
         x.shape[0], *weight.shape, swiglu=swiglu, element_size=x.element_size(),
         device_name=_triton.device_name(x.device), shared_memory=_triton.shared_memory(x.device),
     )  # fmt: skip
-    return linear_planned(x, weight, bias, norm_weight=norm_weight, norm_eps=norm_eps, swiglu=swiglu,
-                          residual=residual, out=out, plan=plan)  # fmt: skip
+    return linear_planned(call, plan)
 
 
-def linear_planned(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 0.0,
-    swiglu: bool = False,
-    residual: Tensor | None = None,
-    out: Tensor | None = None,
-    plan: LinearPlan,
-) -> Tensor:
+def linear_planned(call: LinearCall, plan: LinearPlan) -> Tensor:
     """`linear` on the device by a given plan."""
-    num_tokens, in_features = x.shape
-    num_features = weight.shape[0] // (2 if swiglu else 1)
-    if out is None:
-        out = x.new_empty(num_tokens, num_features)
-    assert weight.shape[1] == in_features, f"x has {in_features} features and the weight takes {weight.shape[1]}"
-    assert out.shape == (num_tokens, num_features), f"out must be {num_tokens} x {num_features}, not {tuple(out.shape)}"
-    assert weight.dtype == out.dtype == x.dtype, "x, weight and out must have one dtype"
-    for name, rows in (("x", x), ("weight", weight), ("out", out), ("residual", residual)):
-        assert rows is None or rows.stride(1) == 1, f"the features of {name} must be contiguous"
-    for name, row in (("bias", bias), ("norm_weight", norm_weight)):
-        assert row is None or row.is_contiguous(), f"{name} must be contiguous"
-    assert bias is None or bias.shape == (weight.shape[0],), "bias needs one element for each row of the weight"
-    assert norm_weight is None or norm_weight.shape == (in_features,), "norm_weight needs one element a feature of x"
-    assert residual is None or residual.shape == out.shape, "residual must have the shape of the result"
-    if num_tokens == 0:
-        return out
+    if call.num_tokens == 0:
+        return call.result
+    if call.norm_weight is not None and (plan.norm_apart or plan.road == "blas"):
+        x = rms_norm(call.x, call.norm_weight, call.norm_eps)
+        call = replace(call, x=x, norm_weight=None, out=call.result)
     if plan.road == "blas":
-        return _linear_blas(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out)
-    if plan.norm_apart and norm_weight is not None:
-        x, norm_weight = rms_norm(x, norm_weight, norm_eps), None
+        return _linear_blas(call)
     launch = launch_gemv if plan.road == "gemv" else launch_tensor
-    launch(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out, plan)
-    return out
+    launch(call, plan)
+    return call.result
 
 
-def _linear_blas(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    swiglu: bool,
-    residual: Tensor | None,
-    out: Tensor,
-) -> Tensor:
-    if norm_weight is not None:
-        x = rms_norm(x, norm_weight, norm_eps)
-    if residual is None:
-        if swiglu:
-            return swiglu_op(F.linear(x, weight, bias), out=out)
-        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
-    if bias is None and not swiglu:
+def _linear_blas(call: LinearCall) -> Tensor:
+    x, weight, bias, residual, out = call.x, call.weight, call.bias, call.residual, call.result
+    if call.swiglu or bias is not None:
+        y = F.linear(x, weight, bias)
+        y = swiglu_op(y) if call.swiglu else y
+        return out.copy_(y) if residual is None else torch.add(y, residual, out=out)
+    if residual is not None:
         return torch.addmm(residual, x, weight.t(), out=out)
-    y = F.linear(x, weight, bias)  # and not into out, which may be the residual
-    return torch.add(swiglu_op(y) if swiglu else y, residual, out=out)
+    return torch.mm(x, weight.t(), out=out)
 
 
 def linear_ref(

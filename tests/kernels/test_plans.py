@@ -27,10 +27,13 @@ def assert_fits(plan: LinearPlan, num_tokens: int, columns: int, parts: int, siz
         assert plan.block_k % 8 == 0, "a thread sums eight neighbours"
         assert plan.block_n * parts * plan.block_k <= 64 * plan.num_warps * 64, "a chunk must fit the registers"
     else:
-        block_m = 16 if num_tokens <= 16 else 32 if num_tokens <= 32 else 64
-        assert (plan.block_n * parts + block_m) * plan.block_k * size * plan.num_stages <= shared_memory
-        share = -(-columns // (plan.split_k * plan.block_k)) * plan.block_k
-        assert (plan.split_k - 1) * share < columns, "a share of K is empty"
+        block_m = max(8 if plan.slices > 1 else 16, 1 << (num_tokens - 1).bit_length())
+        chunk = plan.block_k * plan.slices
+        # The pipeline has one buffer less where it feeds no instruction of Hopper's own.
+        stages = plan.num_stages - (plan.slices > 1)
+        assert (plan.block_n * parts + block_m) * chunk * size * stages <= shared_memory
+        chunks = -(-columns // chunk)
+        assert (plan.split_k - 1) * -(-chunks // plan.split_k) < chunks, "a share of K is empty"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import linear, linear_ref, swiglu, swiglu_ref
+from ostinato.kernels._linear_call import LinearCall
 from ostinato.kernels._linear_plan import LinearPlan
 from ostinato.kernels.linear import linear_planned
 
@@ -15,6 +17,7 @@ Near = Callable[[Tensor, Tensor], None]
 GEMV = LinearPlan("gemv", 4, 256, 1, early=2)
 TENSOR = LinearPlan("tensor", 32, 64, 4, num_stages=3)
 SPLIT = LinearPlan("tensor", 64, 64, 4, split_k=3)
+SLICES = LinearPlan("tensor", 16, 16, 4, num_stages=3, slices=4)
 CASES = [
     pytest.param(1, 10, 576, "norm", GEMV, id="gemv-1-norm"),
     pytest.param(1, 7, 576, "bias residual", LinearPlan("gemv", 2, 512, 2, early=1), id="gemv-1-bias-residual"),
@@ -24,10 +27,14 @@ CASES = [
     pytest.param(4, 30, 256, "residual", LinearPlan("gemv", 2, 256, 1, programs_per_sm=1), id="gemv-4-loop"),
     pytest.param(5, 40, 200, "", TENSOR, id="tensor-5-plain"),
     pytest.param(7, 72, 192, "norm bias residual", TENSOR, id="tensor-7-all"),
-    pytest.param(17, 40, 200, "norm swiglu bias", TENSOR, id="tensor-17-swiglu"),
+    pytest.param(17, 40, 200, "norm swiglu bias", replace(TENSOR, early=0), id="tensor-17-swiglu"),
     pytest.param(9, 40, 256, "norm residual", LinearPlan("tensor", 16, 64, 4, split_k=2), id="tensor-9-split"),
     pytest.param(33, 300, 320, "norm swiglu bias residual", SPLIT, id="tensor-33-split-all"),
     pytest.param(9, 40, 256, "norm swiglu", LinearPlan("tensor", 16, 64, 4, norm_apart=True), id="tensor-9-norm-apart"),
+    pytest.param(5, 150, 200, "norm residual", replace(TENSOR, programs_per_sm=1), id="tensor-5-loop"),
+    pytest.param(7, 72, 200, "norm bias residual", SLICES, id="slices-7-all"),
+    pytest.param(17, 70, 300, "norm swiglu", replace(SLICES, early=2, programs_per_sm=1), id="slices-17-loop"),
+    pytest.param(3, 100, 256, "norm bias", replace(SLICES, early=0, split_k=2, programs_per_sm=1), id="slices-3-split"),
     pytest.param(70, 24, 64, "norm residual", LinearPlan("blas"), id="blas-70-norm-residual"),
     pytest.param(70, 24, 64, "norm swiglu bias", LinearPlan("blas"), id="blas-70-swiglu"),
 ]  # fmt: skip
@@ -57,7 +64,7 @@ def test_against_float64(
     made = arguments(draw, tokens, features, inputs, extras)
     buffer = nan_poison(tokens + 1, features + 8, dtype=dtype, device=device)
     out = buffer[:tokens, :features]
-    assert linear_planned(**made, out=out, plan=plan) is out
+    assert linear_planned(LinearCall(**made, out=out), plan) is out
     assert_near(out, linear_ref(**wide(made)))
     assert buffer[tokens:].isnan().all()
     assert buffer[:, features:].isnan().all()
@@ -82,9 +89,9 @@ def test_planned_by_itself(tokens: int, draw: Draw, assert_near: Near) -> None:
 @pytest.mark.parametrize("plan", [GEMV, TENSOR], ids=["gemv", "tensor"])
 def test_a_row_does_not_depend_on_its_neighbours(plan: LinearPlan, draw: Draw) -> None:
     made = arguments(draw, 4, 12, 320, "norm")
-    first = linear_planned(**made, plan=plan)
+    first = linear_planned(LinearCall(**made), plan)
     made["x"][1:] = float("inf")
-    assert torch.equal(linear_planned(**made, plan=plan)[0], first[0])
+    assert torch.equal(linear_planned(LinearCall(**made), plan)[0], first[0])
 
 
 def test_large_squares_do_not_overflow(draw: Draw, assert_near: Near) -> None:

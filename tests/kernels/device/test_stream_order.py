@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from ostinato import kernels as k
 from ostinato.kernels import _triton
 from ostinato.kernels._attention_plan import AttentionPlan, PrefillPlan
+from ostinato.kernels._linear_call import LinearCall
 from ostinato.kernels._linear_plan import LinearPlan
 from ostinato.kernels._triton import tl, triton
 from ostinato.kernels.linear import linear_planned
@@ -57,7 +59,7 @@ def weights(*shape: int) -> Tensor:
 def linear_case(tokens: int, plan: LinearPlan, swiglu: bool) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
     weight, norm, residual = weights(512, 1024), cuda(1024), cuda(tokens, 256 if swiglu else 512)
     return lambda: cuda(tokens, 1024), lambda x: linear_planned(
-        x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=swiglu, residual=residual, plan=plan
+        LinearCall(x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=swiglu, residual=residual), plan
     )
 
 
@@ -179,9 +181,13 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Tensor], Call
     yield "gemv", lambda: linear_case(1, gemv, False)
     yield "gemv-swiglu-4", lambda: linear_case(4, gemv, True)
     yield "gemv-loop", lambda: linear_case(1, loop, False)
-    yield "tensor", lambda: linear_case(16, LinearPlan("tensor", 64, 64, 4, num_stages=3), True)
-    yield "tensor-split", lambda: linear_case(9, LinearPlan("tensor", 64, 64, 4, num_stages=3, split_k=4), False)
-    yield "tensor-norm-apart", lambda: linear_case(9, LinearPlan("tensor", 32, 64, 4, norm_apart=True), False)
+    tensor = LinearPlan("tensor", 64, 64, 4, num_stages=3)
+    yield "tensor", lambda: linear_case(16, tensor, True)
+    yield "tensor-split", lambda: linear_case(9, replace(tensor, split_k=4), False)
+    yield "tensor-norm-apart", lambda: linear_case(9, replace(tensor, block_n=32, norm_apart=True), False)
+    slices = LinearPlan("tensor", 16, 64, 4, num_stages=3, slices=4)
+    yield "tensor-slices", lambda: linear_case(8, slices, False)
+    yield "tensor-loop", lambda: linear_case(8, replace(slices, block_k=32, programs_per_sm=1, early=2), True)
     for name, plan in PLANS.items():
         yield f"attention-{name}", lambda plan=plan: attention_case(3000, plan)
         yield f"attention-{name}-lengths", lambda plan=plan: attention_case(1000, plan, lengths=True)
