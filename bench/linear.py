@@ -42,7 +42,7 @@ def roads(chain: Chain, name: str) -> dict[str, LinearPlan]:
     """What else could serve a number of tokens at which one road gives way to another."""
     rows, columns = chain.shapes[name]
     if chain.tokens <= 4:
-        table = TABLES["NVIDIA H200"][16]
+        table = TABLES["NVIDIA H200"][8]
         return {
             "gemv": gemv_by_rule(chain.tokens, columns, 2 if name == "gate_up" else 1),
             "tensor": table[rows, columns],
@@ -81,17 +81,17 @@ def time(run: Callable[[], object], replays: int) -> harness.Timing:
 
 
 def measure(models: list[str], recorder: harness.Recorder) -> None:
-    for model in models:
-        chain = Chain(SHAPES[model], 1, "cuda")
-        one_token(model, chain, recorder)
-        for tokens in BATCHES:
-            if not recorder.late:
-                some_tokens(model, Chain(SHAPES[model], tokens, "cuda", weights=chain.weights), recorder)
-        for tokens in CROSSOVERS:
-            if not recorder.late:
-                crossover(model, Chain(SHAPES[model], tokens, "cuda", weights=chain.weights), recorder)
-        del chain
-        torch.cuda.empty_cache()
+    """Crossovers last: they are what a short lease can do without."""
+    for part, batches in ((some_tokens, BATCHES), (crossover, CROSSOVERS)):
+        for model in models:
+            chain = Chain(SHAPES[model], 1, "cuda")
+            if part is some_tokens:
+                one_token(model, chain, recorder)
+            for tokens in batches:
+                if not recorder.late:
+                    part(model, Chain(SHAPES[model], tokens, "cuda", weights=chain.weights), recorder)
+            del chain
+            torch.cuda.empty_cache()
 
 
 def one_token(model: str, chain: Chain, recorder: harness.Recorder) -> None:
