@@ -86,13 +86,13 @@ def prefill_plan(
     row_bytes = element_size * (1 << (max(64, head_dim) - 1).bit_length())
     narrow = row_bytes <= 128
     programs = num_seqs * num_kv_heads * -(-rows // block_m)
-    few = 4 if block_m < 64 else 2  # programs that a multiprocessor has room for
+    few = 4 if narrow and block_m == 16 else 2  # programs of few rows that a multiprocessor has room for
     wanted = few * multiprocessors // programs if rows <= 64 else multiprocessors // programs // 2
     if element_size > 2:  # without tensor cores
         return PrefillPlan(block_m, 16, 8, 2, _splits(wanted, max_keys, 16))
     if block_m < 64:
-        stages = 4 if shared_memory >= 163840 else 3
-        block_n = max(16, 8192 // row_bytes)
+        block_n = 64 if row_bytes <= 256 else 32
+        stages = 4 if narrow and shared_memory >= 163840 else 3 if row_bytes <= 256 else 2
         return PrefillPlan(block_m, block_n, 4, stages, _splits(wanted, max_keys, block_n))
     # Where products cannot read their operands from shared memory, registers are for fewer keys.
     block_n = 64 if narrow or (row_bytes <= 256 and shared_memory >= 200_000) else 32

@@ -107,7 +107,8 @@ def attention_prefill(
     tensors = (*inputs, partial, stats)
     launch(prefill_kernel, tensors, (plan, scale, window), lambda: _prepare(*inputs, plan, scale, window))
     if partial is not None and stats is not None:
-        launch(prefill_merge_kernel, (partial, stats, out), plan.splits, lambda: _prepare_merge(out, plan.splits))
+        shares = (partial, stats, cu_seqlens_q, out)
+        launch(prefill_merge_kernel, shares, plan.splits, lambda: _prepare_merge(out, num_seqs, plan.splits))
     return out
 
 
@@ -136,8 +137,9 @@ def _prepare(
     assert block_stride % head_dim == head_stride % head_dim == 0, "strides of the caches must be whole rows"
     assert num_blocks * block_stride < 2**31 * head_dim, "the caches are too large to count their rows in 32 bits"
     # Shares are for few queries, which most often are as many in every sequence; else there is room for all cases.
-    alike = num_seqs * _triton.cdiv(_triton.cdiv(num_tokens, num_seqs) * group, plan.block_m)
-    num_tiles = alike if plan.splits > 1 else num_tokens * group // plan.block_m + num_seqs + 1
+    alike = _triton.cdiv(_triton.cdiv(num_tokens, num_seqs) * group, plan.block_m) * num_kv_heads
+    most = (num_tokens * group // plan.block_m + num_seqs + 1) * num_kv_heads
+    grid = (alike, plan.splits, num_seqs) if plan.splits > 1 else (most,)
     cache_strides = (block_stride // head_dim, head_stride // head_dim)
     strides = (*q.stride()[:2], *cache_strides, block_tables.stride(0), *out.stride()[:2])
     constants = {
@@ -145,11 +147,11 @@ def _prepare(
         "WINDOW": window or 0, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "STAGES": plan.num_stages,
         "SHARED": plan.splits > 1,
     }  # fmt: skip
-    arguments = (*strides, num_tokens, num_seqs, num_kv_heads, scale)
-    return (num_tiles * num_kv_heads, plan.splits), arguments, constants, plan.num_warps
+    arguments = (*strides, block_tables.shape[1] * block_size, num_tokens, num_seqs, num_kv_heads, scale)
+    return grid, arguments, constants, plan.num_warps
 
 
-def _prepare_merge(out: Tensor, splits: int) -> Prepared:
+def _prepare_merge(out: Tensor, num_seqs: int, splits: int) -> Prepared:
     num_tokens, num_heads, head_dim = out.shape
     constants = {"D": head_dim, "BLOCK_D": _triton.next_power_of_2(head_dim), "CHUNK": min(splits, 16)}
-    return (num_heads, num_tokens), (*out.stride()[:2], splits), constants, 1
+    return (num_heads, num_tokens), (*out.stride()[:2], num_seqs, splits), constants, 1
