@@ -35,37 +35,55 @@ def linear(
     if not _triton.on_triton(x):
         return linear_ref(x, weight, bias, norm_weight=norm_weight, norm_eps=norm_eps, swiglu=swiglu,
                           residual=residual, out=out)  # fmt: skip
-    call = LinearCall(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out)
     plan = linear_plan(
         x.shape[0], *weight.shape, swiglu=swiglu, element_size=x.element_size(),
         device_name=_triton.device_name(x.device), shared_memory=_triton.shared_memory(x.device),
     )  # fmt: skip
-    return linear_planned(call, plan)
+    if plan.road == "blas":
+        return _linear_blas(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out)
+    return linear_planned(LinearCall(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out), plan)
 
 
 def linear_planned(call: LinearCall, plan: LinearPlan) -> Tensor:
     """`linear` on the device by a given plan."""
     if call.num_tokens == 0:
         return call.result
-    if call.norm_weight is not None and (plan.norm_apart or plan.road == "blas"):
+    if plan.road == "blas":
+        return _linear_blas(
+            call.x, call.weight, call.bias, call.norm_weight, call.norm_eps, call.swiglu, call.residual, call.result
+        )
+    if call.norm_weight is not None and plan.norm_apart:
         x = rms_norm(call.x, call.norm_weight, call.norm_eps)
         call = replace(call, x=x, norm_weight=None, out=call.result)
-    if plan.road == "blas":
-        return _linear_blas(call)
     launch = launch_gemv if plan.road == "gemv" else launch_tensor
     launch(call, plan)
     return call.result
 
 
-def _linear_blas(call: LinearCall) -> Tensor:
-    x, weight, bias, residual, out = call.x, call.weight, call.bias, call.residual, call.result
-    if call.swiglu or bias is not None:
-        y = F.linear(x, weight, bias)
-        y = swiglu_op(y) if call.swiglu else y
-        return out.copy_(y) if residual is None else torch.add(y, residual, out=out)
-    if residual is not None:
+def _linear_blas(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    swiglu: bool,
+    residual: Tensor | None,
+    out: Tensor | None,
+) -> Tensor:
+    """By torch, which checks what it is given, but for what it would stretch."""
+    shape = x.shape[0], weight.shape[0] // (2 if swiglu else 1)
+    assert out is None or out.shape == shape, f"out must be {shape[0]} x {shape[1]}, not {tuple(out.shape)}"
+    assert residual is None or residual.shape == shape, "residual must have the shape of the result"
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps)
+    if residual is None:
+        if swiglu:
+            return swiglu_op(F.linear(x, weight, bias), out=out)
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+    if bias is None and not swiglu:
         return torch.addmm(residual, x, weight.t(), out=out)
-    return torch.mm(x, weight.t(), out=out)
+    y = F.linear(x, weight, bias)  # and not into out, which may be the residual
+    return torch.add(swiglu_op(y) if swiglu else y, residual, out=out)
 
 
 def linear_ref(

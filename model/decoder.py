@@ -6,6 +6,7 @@ any two layers.
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -139,8 +140,7 @@ class Decoder(nn.Module):
         """
         stop = self.config.num_layers if stop is None else stop
         assert 0 <= start < stop <= self.config.num_layers, "a range of layers must hold at least one existing layer"
-        for index in range(start, stop):
-            layer = self.layers[index]
+        for index, layer in enumerate(islice(self.layers, start, stop), start):
             assert isinstance(layer, Layer), "the module list holds the decoder's layers"
             last = out if index == stop - 1 else None
             hidden = layer(hidden, preamble, metadata, kv_cache.k[index], kv_cache.v[index], out=last)
