@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _triton
+from ._launch import Prepared, launch
 from ._triton import tl, triton
 
 
@@ -42,20 +43,20 @@ def embedding(token_ids: Tensor, weight: Tensor, *, scale: float = 1.0, out: Ten
     """Rows of `weight` by token id; see `embedding_ref`. An id outside the table is not caught on a device."""
     if not _triton.on_triton(weight):
         return embedding_ref(token_ids, weight, scale=scale, out=out)
-    num_tokens, size = token_ids.shape[0], weight.shape[1]
     if out is None:
-        out = torch.empty((num_tokens, size), dtype=weight.dtype, device=weight.device)
+        out = weight.new_empty((token_ids.shape[0], weight.shape[1]))
+    tensors = (token_ids, weight, out)
+    launch(_embedding_kernel, tensors, scale, lambda: _prepare(*tensors, scale))
+    return out
+
+
+def _prepare(token_ids: Tensor, weight: Tensor, out: Tensor, scale: float) -> Prepared:
+    num_tokens, size = token_ids.shape[0], weight.shape[1]
     assert token_ids.dtype == torch.int64, "token ids are int64"
     assert token_ids.is_contiguous(), "token ids must be contiguous"
     assert out.shape == (num_tokens, size), f"out must be {num_tokens} x {size}, not {tuple(out.shape)}"
     assert out.dtype == weight.dtype, "out must have the dtype of the weight"
     assert weight.stride(1) == out.stride(1) == 1, "columns must be contiguous"
-    if num_tokens == 0:
-        return out
     block = min(1024, _triton.next_power_of_2(size))
-    pdl = _triton.has_pdl(weight.device)
-    _embedding_kernel[(num_tokens, _triton.cdiv(size, block))](
-        token_ids, weight, out, size, weight.stride(0), out.stride(0), float(scale), BLOCK=block, PDL=pdl, num_warps=4,
-        launch_pdl=pdl,
-    )  # fmt: skip
-    return out
+    arguments = (size, weight.stride(0), out.stride(0), float(scale))
+    return (num_tokens, _triton.cdiv(size, block)), arguments, {"BLOCK": block}, 4

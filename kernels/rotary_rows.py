@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _triton
+from ._launch import Prepared, launch
 from ._triton import tl, triton
 
 
@@ -50,23 +51,21 @@ def rotary_rows(
     """The rows of both rotary tables at each position; see `rotary_rows_ref`."""
     if not _triton.on_triton(positions):
         return rotary_rows_ref(positions, cos, sin, out=out)
-    num_tokens, size = positions.shape[0], cos.shape[1]
     if out is None:
-        out = (
-            torch.empty((num_tokens, size), dtype=cos.dtype, device=cos.device),
-            torch.empty((num_tokens, size), dtype=cos.dtype, device=cos.device),
-        )
+        shape = (positions.shape[0], cos.shape[1])
+        out = cos.new_empty(shape), cos.new_empty(shape)
+    tensors = (positions, cos, sin, *out)
+    launch(_rotary_rows_kernel, tensors, None, lambda: _prepare(*tensors))
+    return out
+
+
+def _prepare(positions: Tensor, cos: Tensor, sin: Tensor, out_cos: Tensor, out_sin: Tensor) -> Prepared:
+    num_tokens, size = positions.shape[0], cos.shape[1]
     assert positions.dtype == torch.int64, "positions are int64"
     assert positions.is_contiguous(), "positions must be contiguous"
     assert cos.shape == sin.shape, "the two tables must have one shape"
-    for name, table in (("cos", cos), ("sin", sin), ("out", out[0]), ("out", out[1])):
+    for name, table in (("cos", cos), ("sin", sin), ("out", out_cos), ("out", out_sin)):
         assert table.is_contiguous(), f"{name} must be contiguous"
-    assert out[0].shape == out[1].shape == (num_tokens, size), f"out must be two of {num_tokens} x {size}"
-    if num_tokens == 0:
-        return out
-    pdl = _triton.has_pdl(positions.device)
-    _rotary_rows_kernel[(num_tokens,)](
-        positions, cos, sin, *out, cos.shape[0] - 1, SIZE=size, BLOCK=_triton.next_power_of_2(size), PDL=pdl,
-        num_warps=1, launch_pdl=pdl,
-    )  # fmt: skip
-    return out
+    assert out_cos.shape == out_sin.shape == (num_tokens, size), f"out must be two of {num_tokens} x {size}"
+    constants = {"SIZE": size, "BLOCK": _triton.next_power_of_2(size)}
+    return (num_tokens,), (cos.shape[0] - 1,), constants, 1

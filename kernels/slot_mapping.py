@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from . import _triton
+from ._launch import Prepared, launch
 from ._triton import tl, triton
 from .kv_cache import SINK_BLOCK
 
@@ -80,9 +81,16 @@ def slot_mapping(
     """KV slot of each token; see `slot_mapping_ref`."""
     if not _triton.on_triton(positions):
         return slot_mapping_ref(positions, block_tables, block_size, cu_seqlens_q=cu_seqlens_q, out=out)
+    out = torch.empty_like(positions) if out is None else out
+    tensors = (positions, block_tables, cu_seqlens_q, out)
+    launch(_slot_mapping_kernel, tensors, block_size, lambda: _prepare(*tensors, block_size))
+    return out
+
+
+def _prepare(
+    positions: Tensor, block_tables: Tensor, cu_seqlens_q: Tensor | None, out: Tensor, block_size: int
+) -> Prepared:
     num_tokens, (num_seqs, num_columns) = positions.shape[0], block_tables.shape
-    if out is None:
-        out = torch.empty_like(positions)
     assert positions.dtype == out.dtype == torch.int64, "positions and KV slots are int64"
     assert block_tables.dtype == torch.int32, "block tables are int32"
     assert out.shape == positions.shape, "out must have one element a token"
@@ -94,14 +102,10 @@ def slot_mapping(
     else:
         assert cu_seqlens_q.shape == (num_seqs + 1,), "there is one query offset more than there are sequences"
         assert cu_seqlens_q.is_contiguous(), "query offsets must be contiguous"
-    if num_tokens == 0:
-        return out
-    block = min(128, _triton.next_power_of_2(num_tokens))
-    pdl = _triton.has_pdl(positions.device)
-    _slot_mapping_kernel[(_triton.cdiv(num_tokens, block),)](
-        positions, block_tables, cu_seqlens_q, out, num_tokens, num_seqs, num_columns, block_tables.stride(0),
-        KV_BLOCK=block_size, SINK=SINK_BLOCK, PACKED=cu_seqlens_q is not None, BLOCK=block,
-        BLOCK_SEQS=min(128, _triton.next_power_of_2(num_seqs)), PDL=pdl, num_warps=1 if block <= 32 else 4,
-        launch_pdl=pdl,
-    )  # fmt: skip
-    return out
+    block = min(128, _triton.next_power_of_2(max(1, num_tokens)))
+    constants = {
+        "KV_BLOCK": block_size, "SINK": SINK_BLOCK, "PACKED": cu_seqlens_q is not None, "BLOCK": block,
+        "BLOCK_SEQS": min(128, _triton.next_power_of_2(num_seqs)),
+    }  # fmt: skip
+    arguments = (num_tokens, num_seqs, num_columns, block_tables.stride(0))
+    return (_triton.cdiv(num_tokens, block),), arguments, constants, 1 if block <= 32 else 4
