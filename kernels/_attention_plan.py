@@ -93,13 +93,10 @@ def prefill_plan(
     if block_m < 64:
         block_n = 64 if row_bytes <= 256 else 32
         stages = 4 if narrow and shared_memory >= 163840 else 3 if row_bytes <= 256 else 2
-        num_warps = 2 if narrow and block_m == 16 else 4
-        return PrefillPlan(block_m, block_n, num_warps, stages, _splits(wanted, max_keys, block_n))
+        return PrefillPlan(block_m, block_n, 4, stages, _splits(wanted, max_keys, block_n))
     # Where products cannot read their operands from shared memory, registers are for fewer keys.
     block_n = 64 if narrow or (row_bytes <= 256 and shared_memory >= 200_000) else 32
     num_warps, num_stages = (4, 3) if row_bytes <= 256 or shared_memory >= 200_000 else (8, 2)
-    if narrow and rows <= 64 and shared_memory >= 163840:
-        num_stages = 4
     return PrefillPlan(block_m, block_n, num_warps, num_stages, _splits(wanted, max_keys, 256))
 
 
