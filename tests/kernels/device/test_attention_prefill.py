@@ -74,7 +74,7 @@ PLANS = {
     "shares": PrefillPlan(16, 16, 2, 3, 4),
     "shares without keys": PrefillPlan(32, 32, 4, 2, 8),
 }
-PLANNED = [([(0, 4), (43, 2)], 3, 1, 64, 16, None), ([(50, 3)], 4, 2, 20, 64, 24)]
+PLANNED = [([(0, 7), (43, 1)], 3, 1, 64, 16, None), ([(50, 3)], 4, 2, 20, 64, 24)]
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
