@@ -37,6 +37,8 @@ CASES = [
     pytest.param(3, 100, 256, "norm bias", replace(SLICES, early=0, split_k=2, programs_per_sm=1), id="slices-3-split"),
     pytest.param(70, 24, 64, "norm residual", LinearPlan("blas"), id="blas-70-norm-residual"),
     pytest.param(70, 24, 64, "norm swiglu bias", LinearPlan("blas"), id="blas-70-swiglu"),
+    pytest.param(3, 24, 64, "norm swiglu bias residual", LinearPlan("blas"), id="blas-3-all"),
+    pytest.param(3, 24, 64, "bias", LinearPlan("blas"), id="blas-3-bias"),
 ]  # fmt: skip
 
 
@@ -70,7 +72,7 @@ def test_against_float64(
     assert buffer[:, features:].isnan().all()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 5, 20])
+@pytest.mark.parametrize("tokens", [1, 3, 5, 20, 70])
 def test_strided_rows(tokens: int, draw: Draw, assert_near: Near) -> None:
     """B48: x, weight and residual as parts of larger buffers, at odd offsets; the output is the residual itself."""
     x, weight = draw(tokens, 200)[:, 3:163], draw(50, 171)[2:, 5:165]
