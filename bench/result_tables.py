@@ -323,17 +323,17 @@ def plot_loop(source: Path, path: Path) -> None:
     """Milliseconds of a step by batch size, and what whole and piecewise gain over eager."""
     cells = loop_records()[1]
     with figure(path, 10, 4, 2) as [times, gains]:
-        for model in dict.fromkeys(model for model, _ in cells):
+        for colour, model in zip(("C0", "C1"), dict.fromkeys(model for model, _ in cells), strict=False):
             for mode, style in (("eager", "x:"), ("piecewise", "s--"), ("whole", "o-")):
                 line = {batch: modes_ for (one, batch), modes_ in cells.items() if one == model}
                 known = {batch: found[mode]["ms"] for batch, found in line.items() if "ms" in found.get(mode, {})}
                 if known:
-                    times.plot(list(known), list(known.values()), style, label=f"{model}, {mode}")
+                    times.plot(list(known), list(known.values()), style, color=colour, label=f"{model}, {mode}")
                 if mode != "eager":
                     both = {batch: found["eager"]["ms"] / known[batch] for batch, found in line.items()
                             if batch in known and "ms" in found.get("eager", {})}  # fmt: skip
                     if both:
-                        gains.plot(list(both), list(both.values()), style, label=f"{model}, {mode}")
+                        gains.plot(list(both), list(both.values()), style, color=colour, label=f"{model}, {mode}")
         times.set_ylabel("ms a step")
         gains.set_ylabel("speed-up over eager")
         for axes in (times, gains):
