@@ -82,8 +82,8 @@ and `logprobs` beside their references.
 | launch | programs | what it leaves behind |
 |---|---|---|
 | scan | stretch, row | largest value, its first id, least finite value, the largest of every 64 neighbours |
-| least | row | a value that k of these maxima reach, or 64 of them without top-k |
-| collect | stretches, row | the tokens that reach it, listed; for top-p without top-k their mass, and all mass |
+| least | row | a value that k of these reach, or 64 without top-k; for top-k the tokens that reach it, listed |
+| collect | stretches, row | without top-k, the tokens that reach it, listed, their mass, and all mass |
 | count | stretches, row | how many tokens lie in each of 256 bins of distance from the row's largest value |
 | plan | row | the bins where a border may be |
 | collect | stretches, row | the tokens in these bins, listed; the exact mass above them |

@@ -14,6 +14,7 @@ misjudged, is searched whole: the same result, later.
 from typing import no_type_check
 
 from ._sample_values import (
+    adjusted,
     clamped,
     distance_bins,
     exponentials,
@@ -64,10 +65,16 @@ def is_of_few(sums_ptr, k, p, FEW: tl.constexpr):
 @triton.jit(do_not_specialize=["vocab_size", "num_groups"])
 @no_type_check
 def least_kernel(
-    rows_ptr, vocab_size, num_groups, reals_ptr, integers_ptr, maxima_ptr, sums_ptr,
-    GROUPS: tl.constexpr, FEW: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
+    logits_ptr, stride, rows_ptr, positions_ptr, vocab_size, num_groups,
+    reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+    maxima_ptr, sums_ptr, listed_ptr,
+    GROUPS: tl.constexpr, CAPACITY: tl.constexpr, FEW: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr,
+    PENALTIES: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program finds the least value to list of one row; more groups than wanted may reach it."""
+    """A program finds the least value to list of one row, which more groups than wanted may reach.
+
+    With top-k it lists what reaches it at once: the numbers of those groups take the place of the maxima.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -77,19 +84,43 @@ def least_kernel(
     if (k > 0) | (p < 1.0):
         group = tl.arange(0, GROUPS)
         inside = group < num_groups
-        maxima = tl.load(maxima_ptr + slot * num_groups + group, mask=inside, other=float("-inf"))
-        ordered = tl.where(inside, ordered_int32(maxima), -2147483648).to(tl.int64)
+        maxima_ptr += slot * num_groups
+        maxima = tl.load(maxima_ptr + group, mask=inside, other=float("-inf"))
+        ordered = tl.where(inside, ordered_int32(maxima), -2147483648)
         wanted = tl.where(k > 0, k, FEW // 4)
-        low = tl.min(tl.where(inside, ordered, 2147483647), 0)
-        high = tl.max(ordered, 0)
+        low = tl.min(tl.where(inside, ordered, 2147483647), 0).to(tl.int64)
+        high = tl.max(ordered, 0).to(tl.int64)
         number = wanted * 0 + num_groups
         while (low < high) & (number > wanted + wanted // 4):
             middle = low + (high - low + 1) // 2
-            reached = tl.sum((ordered >= middle).to(tl.int32), 0).to(tl.int64)
+            reached = tl.sum((ordered >= middle.to(tl.int32)).to(tl.int32), 0).to(tl.int64)
             high = tl.where(reached >= wanted, high, middle - 1)
             low = tl.where(reached >= wanted, middle, low)
             number = tl.where(reached >= wanted, reached, number)
-        tl.store(sums_ptr + slot * 8 + 3, tl.where(wanted <= FEW, low, 2147483648))
+        sums = sums_ptr + slot * 8
+        tl.store(sums + 3, low)
+        if (k > 0) & (k <= FEW) & (number <= FEW):
+            reaches = ordered >= low.to(tl.int32)
+            tl.store(maxima_ptr + tl.cumsum(reaches.to(tl.int32), 0) - 1, group.to(tl.float32), mask=reaches)
+            tl.debug_barrier()
+            position = tl.load(positions_ptr + slot)
+            listed = row.to(tl.int32) * 0
+            for start in range(0, number.to(tl.int32), 32):
+                member = start + tl.arange(0, 32)
+                groups = tl.load(maxima_ptr + member, mask=member < number, other=8192.0).to(tl.int32)
+                ids = tl.reshape(groups[:, None] * 64 + tl.arange(0, 64)[None, :], (2048,))
+                values = tl.load(logits_ptr + slot * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+                values = clamped(adjusted(
+                    values.to(tl.float32), ids, 0, vocab_size, row, position, vocab_size, reals_ptr, integers_ptr,
+                    bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+                    WIDTH, BANS, PENALTIES,
+                ))  # fmt: skip
+                chosen = (ids < vocab_size) & (ordered_int32(values) >= low.to(tl.int32))
+                place = listed + tl.cumsum(chosen.to(tl.int32), 0) - 1
+                fits = chosen & (place < CAPACITY)
+                tl.store(listed_ptr + slot * CAPACITY + place, ordering_keys(values, ids), mask=fits)
+                listed += tl.sum(chosen.to(tl.int32), 0)
+            tl.store(sums + 2, listed.to(tl.int64))
 
 
 @triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
@@ -179,7 +210,7 @@ def collect_kernel(
 ):  # fmt: skip
     """A program lists what some stretches of a row have in the bins of the plan, and sums the mass above them.
 
-    Not by bins, it lists what is not below the least value to list, and sums its mass and all.
+    Not by bins, for rows without top-k, it lists what is not below the least value to list, and sums its mass and all.
     The order of the list is open; all that is made of it are integer sums.
     """
     if PDL:
@@ -190,45 +221,41 @@ def collect_kernel(
     temperature, k, p = row_filters(reals_ptr, integers_ptr, row, vocab_size, TOP_K, TOP_P)
     sums = sums_ptr + slot * 8
     least = tl.load(sums + 3)  # value, or k's bin
-    active = (k > 0) | (p < 1.0)
     summed = p < 1.0
-    if BY_BINS:
-        active = active & (least >= 0)
-    else:
-        summed = summed & (k == 0)
+    active = ((k > 0) | summed) & (least >= 0)
+    if not BY_BINS:
+        active = (k == 0) & summed
     if active:
         position = tl.load(positions_ptr + slot)
         largest = row_largest(values_ptr, slot, num_chunks, CHUNKS)
         scale = row_scale(lows_ptr, slot, num_chunks, largest, temperature, k, p, vocab_size, CHUNKS)
         p_first, p_last = tl.load(sums + 5), tl.load(sums + 6)
         for chunk in range(tl.program_id(0), num_chunks, tl.num_programs(0)):
-            highest = ordered_int32(clamped(tl.load(values_ptr + slot * num_chunks + chunk)))
-            if summed | BY_BINS | (highest >= least):
-                first = chunk * BLOCK
-                ids = first + tl.arange(0, BLOCK)
-                inside = ids < vocab_size
-                values = clamped(row_values(
-                    logits_ptr, stride, slot, row, position, first, vocab_size, reals_ptr, integers_ptr,
-                    bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
-                    BLOCK, WIDTH, BANS, PENALTIES,
-                ))  # fmt: skip
-                if BY_BINS:
-                    bins = distance_bins(values, largest, scale)
-                    chosen = inside & ((bins == least) | ((bins >= p_first) & (bins <= p_last)))
-                    above, above_p = bins < least, bins < p_first
-                else:
-                    chosen = inside & (ordered_int32(values) >= least)
-                    above, above_p = inside, chosen
-                if summed:
-                    mass = mass_of(weights_of(largest - values, temperature))
-                    tl.atomic_add(sums, tl.sum(tl.where(above, mass, 0), 0), sem="relaxed")
-                    tl.atomic_add(sums + 1, tl.sum(tl.where(above_p, mass, 0), 0), sem="relaxed")
-                number = tl.sum(chosen.to(tl.int32), 0)
-                if number > 0:
-                    place = tl.atomic_add(sums + 2, number.to(tl.int64), sem="relaxed").to(tl.int32)
-                    place += tl.cumsum(chosen.to(tl.int32), 0) - 1
-                    fits = chosen & (place < CAPACITY)
-                    tl.store(listed_ptr + slot * CAPACITY + place, ordering_keys(values, ids), mask=fits)
+            first = chunk * BLOCK
+            ids = first + tl.arange(0, BLOCK)
+            inside = ids < vocab_size
+            values = clamped(row_values(
+                logits_ptr, stride, slot, row, position, first, vocab_size, reals_ptr, integers_ptr,
+                bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+                BLOCK, WIDTH, BANS, PENALTIES,
+            ))  # fmt: skip
+            if BY_BINS:
+                bins = distance_bins(values, largest, scale)
+                chosen = inside & ((bins == least) | ((bins >= p_first) & (bins <= p_last)))
+                above, above_p = bins < least, bins < p_first
+            else:
+                chosen = inside & (ordered_int32(values) >= least)
+                above, above_p = inside, chosen
+            if summed:
+                mass = mass_of(weights_of(largest - values, temperature))
+                tl.atomic_add(sums, tl.sum(tl.where(above, mass, 0), 0), sem="relaxed")
+                tl.atomic_add(sums + 1, tl.sum(tl.where(above_p, mass, 0), 0), sem="relaxed")
+            number = tl.sum(chosen.to(tl.int32), 0)
+            if number > 0:
+                place = tl.atomic_add(sums + 2, number.to(tl.int64), sem="relaxed").to(tl.int32)
+                place += tl.cumsum(chosen.to(tl.int32), 0) - 1
+                fits = chosen & (place < CAPACITY)
+                tl.store(listed_ptr + slot * CAPACITY + place, ordering_keys(values, ids), mask=fits)
 
 
 @triton.jit

@@ -34,14 +34,27 @@ def row_values(
     reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
     BLOCK: tl.constexpr, WIDTH: tl.constexpr, BANS: tl.constexpr, PENALTIES: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK float32 values of a row from id `first` on, biased, penalised, banned; NaN and what is outside are -inf.
+    """BLOCK float32 values of a row from id `first` on, biased, penalised, banned; NaN and what is outside are -inf."""
+    return adjusted(
+        wide_load(logits_ptr + slot * stride, first, vocab_size, BLOCK), first + tl.arange(0, BLOCK), first,
+        first + BLOCK, row, position, vocab_size, reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr,
+        is_banned_ptr, in_prompt_ptr, counts_ptr, WIDTH, BANS, PENALTIES,
+    )  # fmt: skip
+
+
+@triton.jit
+@no_type_check
+def adjusted(
+    values, ids, first, stop, row, position, vocab_size,
+    reals_ptr, integers_ptr, bias_ids_ptr, biases_ptr, banned_ids_ptr, is_banned_ptr, in_prompt_ptr, counts_ptr,
+    WIDTH: tl.constexpr, BANS: tl.constexpr, PENALTIES: tl.constexpr,
+):  # fmt: skip
+    """The values of some ids of a row from `first` up to `stop`; NaN and what is outside the vocabulary are -inf.
 
     Lists of ids ascend, what is unused in front, so that a stretch's entries lie together. WIDTH is the number of
     biases, or 0 for none, and BANS that of banned ids.
     """
-    ids = first + tl.arange(0, BLOCK)
     inside = ids < vocab_size
-    values = wide_load(logits_ptr + slot * stride, first, vocab_size, BLOCK)
     if WIDTH > 0:
         last = row * WIDTH + WIDTH - 1
         if (tl.load(bias_ids_ptr + last) > 0) | (tl.load(biases_ptr + last) != 0.0):
@@ -49,8 +62,8 @@ def row_values(
             listed = tl.load(bias_ids_ptr + row * WIDTH + entry)
             unused = (listed == 0) & (tl.load(biases_ptr + row * WIDTH + entry) == 0.0)
             start = tl.sum(((listed < first) | unused).to(tl.int32), 0)
-            stop = tl.sum((listed < first + BLOCK).to(tl.int32), 0)
-            for i in range(start, stop):
+            end = tl.sum((listed < stop).to(tl.int32), 0)
+            for i in range(start, end):
                 bias = tl.load(biases_ptr + row * WIDTH + i)
                 values = tl.where(ids == tl.load(bias_ids_ptr + row * WIDTH + i), values + bias, values)
     if PENALTIES:
@@ -67,8 +80,8 @@ def row_values(
             banned = tl.load(banned_ids_ptr + row * BANS + ban)
             free = tl.load(is_banned_ptr + row * BANS + ban) == 0
             ban_start = tl.sum(((banned < first) | free).to(tl.int32), 0)
-            ban_stop = tl.sum((banned < first + BLOCK).to(tl.int32), 0)
-            for j in range(ban_start, ban_stop):
+            ban_end = tl.sum((banned < stop).to(tl.int32), 0)
+            for j in range(ban_start, ban_end):
                 values = tl.where(ids == tl.load(banned_ids_ptr + row * BANS + j), float("-inf"), values)
     return tl.where((values == values) & inside, values, float("-inf"))
 

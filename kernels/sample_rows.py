@@ -193,10 +193,10 @@ def sample_rows(
         collected = *inputs, *numbers, *lists, *counts, held.values, held.lows, held.sums, held.listed
         num_groups = num_chunks * block // GROUP
         few = {"FEW": FEW, **which}
-        alone = {"PDL": pdl, **few, **(launch | {"num_warps": 4})}
         least_kernel[(num_rows,)](
-            rows, vocab_size, num_groups, *numbers, held.maxima, held.sums,
-            GROUPS=triton.next_power_of_2(num_groups), **alone,
+            *inputs[:-1], num_groups, *numbers, *lists, *counts, held.maxima, held.sums, held.listed,
+            GROUPS=triton.next_power_of_2(num_groups), CAPACITY=CAPACITY, **few,
+            **{name: value for name, value in common.items() if name != "BLOCK"} | {"num_warps": 8, "maxnreg": 128},
         )  # fmt: skip
         collect_kernel[some](*collected, CAPACITY=CAPACITY, BY_BINS=False, **chunks, **which, **common)
         count_kernel[some](
@@ -205,7 +205,7 @@ def sample_rows(
         )  # fmt: skip
         plan_kernel[(num_rows,)](
             rows, vocab_size, num_chunks, *numbers, held.values, held.lows, held.histogram, held.sums,
-            **chunks, **alone,
+            PDL=pdl, **chunks, **few, **(launch | {"num_warps": 4}),
         )  # fmt: skip
         collect_kernel[some](*collected, CAPACITY=CAPACITY, BY_BINS=True, **chunks, **which, **common)
         resolve_kernel[(num_rows,)](

@@ -7,10 +7,19 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels import LogprobsWorkspace, logprobs, logprobs_ref
+from ostinato.kernels._triton import INTERPRETED
 
 Draw = Callable[..., Tensor]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+PLACES = [*[("cpu", torch.float32)] * INTERPRETED, *(pytest.param(("cuda", d), marks=pytest.mark.gpu) for d in DTYPES)]
 # Float32 sums of up to 2**18 exponentials, summed in stretches: some 2**-20 of a logarithm up to 30.
 NEAR = {"rtol": 2e-6, "atol": 1e-5}
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: f"{place[0]}-{place[1]}".replace("torch.", ""))
+def place(request: pytest.FixtureRequest) -> tuple[str, torch.dtype]:
+    """One dtype in the interpreter: what is widened first has one code path for all."""
+    return request.param
 
 
 def check(logits: Tensor, token_ids: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
