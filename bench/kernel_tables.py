@@ -30,6 +30,14 @@ STEPS = [
     ("llama-3.1-8b", 1, ("on64w4s4x16", "vn16w1s1x64", "rn64w8s1x16", "n64w8s1x32")),
     ("llama-3.1-8b", 8, ("on64w4s8x4", "", "tn32w2s4x8", "n32w2s4x8")),
 ]
+SAMPLING = {
+    "greedy": "greedy",
+    "temperature": "temperature",
+    "top_p": "temperature, top_p",
+    "top_k_top_p": "temperature, top_k, top_p",
+    "everything": "all operations",
+    "logprobs": "`logprobs`",
+}
 MODELS = tuple(TITLES)
 OPS = ("qkv", "o", "gate_up", "down", "head")
 
@@ -303,8 +311,20 @@ def steps() -> Iterator[str]:
         )
 
 
+def sampling() -> Iterator[str]:
+    yield "\n## From logits to tokens\n"
+    header, cells = runs("h200-sampling")
+    yield f"A vocabulary of 128,256, bf16, normal logits of deviation 2.5, one graph. {environment(header)}"
+    yield "Temperature 0.8, top_k 50, top_p 0.9; top_p alone leaves some thousand of these logits. *Reference* is what"
+    yield "the kernels replaced, torch operations, in a graph, too. Log-probabilities are with 20 alternatives.\n"
+    yield "| work | rows | µs | reference, µs |\n|---|---|---|---|"
+    for key, cell in cells.items():
+        work, rows = key.removeprefix("sampling/").split(":")
+        yield f"| {SAMPLING[work]} | {rows} | {cell['median']:.1f} | {cell['reference']:.0f} |"
+
+
 def page() -> str:
-    parts = (one_token(), some_tokens(), crossovers(), attention(), prefill(), steps(), tried())
+    parts = (one_token(), some_tokens(), crossovers(), attention(), prefill(), sampling(), steps(), tried())
     return "\n".join([INTRODUCTION, *(line for part in parts for line in part), ""])
 
 
