@@ -38,6 +38,7 @@ lint: $(WITH_DEV)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy -p ostinato
+	MYPYPATH=bench:src $(BIN)/mypy bench
 
 format: $(WITH_DEV)
 	$(BIN)/ruff check --fix

@@ -31,7 +31,7 @@ TEXT = (
 def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LlamaForCausalLM:
     """The same weights in transformers' own class."""
     config = checkpoint.config
-    model = LlamaForCausalLM(
+    model: LlamaForCausalLM = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=config.vocab_size,
             hidden_size=config.hidden_size,
@@ -49,7 +49,9 @@ def transformers_model(checkpoint: Checkpoint, dtype: torch.dtype) -> LlamaForCa
     model.load_state_dict({name: tensor.clone() for name, tensor in checkpoint.tensors()}, strict=False)
     model.tie_weights()
     model.generation_config.eos_token_id = None
-    return model.to(dtype).eval()
+    model.to(dtype)  # type: ignore[arg-type]  # its decorator loses the signature
+    model.train(False)
+    return model
 
 
 def seconds(run: Callable[[int], list[list[int]]], num_tokens: int) -> tuple[float, list[list[int]]]:
@@ -92,7 +94,8 @@ def main() -> None:
             ) -> list[list[int]]:
                 mask = torch.ones_like(stacked)
                 out = model.generate(stacked, attention_mask=mask, max_new_tokens=n, do_sample=False, pad_token_id=0)
-                return out[:, PROMPT_LEN:].tolist()
+                ids: list[list[int]] = out[:, PROMPT_LEN:].tolist()
+                return ids
 
             rounds = []
             for _ in range(args.rounds):

@@ -37,7 +37,7 @@ def _launch(model: str, engine: EngineConfig, sizes: Sequence[int]) -> None:
     assert engine.max_model_len is not None, "attention is planned for the longest context"
     kv_cache = KVCache.allocate(config, 64, block_size, dtype=dtype, device=META)
     state = StepState(engine.max_num_seqs, -(-engine.max_model_len // block_size), META)
-    sampler = Sampler(engine.max_num_seqs, config.vocab_size, device=META, kernels=True)
+    sampler = Sampler(engine.max_num_seqs, config.vocab_size, device=META)
     pieces = DecodePieces(Decoder(config, dtype=dtype, device=META), kv_cache, state, sampler)
     for size in sizes:
         for road in GRAPH_ROADS:

@@ -94,7 +94,8 @@ def start(engine: Engine, batch: int) -> None:
     assert len(scheduler.running) == batch
     for cache in (*runner._kv_cache.k, *runner._kv_cache.v):
         cache.normal_()
-    runner._state.write_rows([RowUpdate(s.row, s.row, KEYS, KEYS + 1, s.blocks) for s in scheduler.running])
+    blocks = [sequence.blocks for sequence in scheduler.running]
+    runner._state.write_rows([RowUpdate(row, row, KEYS, KEYS + 1, held) for row, held in enumerate(blocks)])
 
 
 def profile(engine: Engine, steps: int) -> dict[str, float]:

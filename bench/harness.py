@@ -13,7 +13,7 @@ import torch
 import triton
 
 from ostinato.bench import timing
-from ostinato.bench.timing import Timing
+from ostinato.bench.timing import Timing as Timing
 from ostinato.runtime.graph_backend import Graph
 
 DEVICE = torch.device("cuda")

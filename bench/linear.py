@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aot
 import harness
@@ -31,11 +32,8 @@ CROSSOVERS = (2, 3, 4, 64)
 
 def planned(chain: Chain) -> dict[str, LinearPlan]:
     """The plans of `linear` on an H200."""
-    facts = {"element_size": 2, "device_name": "NVIDIA H200", "shared_memory": 232448}
-    return {
-        name: linear_plan(chain.tokens, *chain.shapes[name], swiglu=name == "gate_up", **facts)  # type: ignore[arg-type]
-        for name in OPS
-    }
+    facts: dict[str, Any] = {"element_size": 2, "device_name": "NVIDIA H200", "shared_memory": 232448}
+    return {name: linear_plan(chain.tokens, *chain.shapes[name], swiglu=name == "gate_up", **facts) for name in OPS}
 
 
 def roads(chain: Chain, name: str) -> dict[str, LinearPlan]:

@@ -13,10 +13,11 @@ that of one layer.
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import aot
@@ -161,7 +162,7 @@ def parts(cell: str) -> tuple[str, str, list[int]]:
     return kind, shape, [int(number) for number in numbers]
 
 
-def layers_of(cell: str, device: str, **options: object) -> Layers:
+def layers_of(cell: str, device: str, **options: Any) -> Layers:
     kind, shape, numbers = parts(cell)
     if kind == "verify":
         layers = 1 if device == "meta" else {"1b": 24, "8b": 12}[shape]
@@ -224,7 +225,7 @@ def measure_attention(cell: str, recorder: harness.Recorder) -> None:
     layers = layers_of(cell, "cuda")
     count = len(layers.caches)
 
-    def record(name: str, step: object, **facts: object) -> float:
+    def record(name: str, step: Callable[[], object], **facts: object) -> float:
         timing = one(harness.time_graph(harness.capture(step), replays=16), count)
         recorder.record(f"{cell}/{name}", timing, num_bytes=layers.num_bytes, flops=layers.flops, **facts)
         return timing.median
@@ -255,7 +256,7 @@ def measure_attention(cell: str, recorder: harness.Recorder) -> None:
     print(f"{cell:20s} {layers.flops / ours / 1e6:6.1f} TFLOP/s | {best}", flush=True)
 
 
-def dense(layers: Layers) -> object:
+def dense(layers: Layers) -> Callable[[], object]:
     """Flash attention of torch over dense keys and values of the same shape."""
     q = layers.q.transpose(0, 1)[None].contiguous()
     k, v = (torch.randn(1, layers.kv_heads, layers.keys, layers.head_dim, device="cuda").bfloat16() for _ in "kv")

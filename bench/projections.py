@@ -54,7 +54,7 @@ class Chain:
 
     def arguments(self, name: str, hidden: torch.Tensor) -> dict[str, Any]:
         buffers = self.buffers
-        norm = {"norm_weight": self.norm, "norm_eps": 1e-5}
+        norm: dict[str, Any] = {"norm_weight": self.norm, "norm_eps": 1e-5}
         return {
             "qkv": {"x": hidden, **norm},
             "o": {"x": buffers["qkv"][:, : self.q], "residual": hidden},

@@ -8,6 +8,7 @@ is also CELL/PLAN/apart, with the rotation and the KV write in a kernel of their
 
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import aot
@@ -117,7 +118,7 @@ def label(plan: AttentionPlan) -> str:
     return f"n{plan.block_n}w{plan.num_warps}s{plan.num_stages}x{plan.splits}"
 
 
-def planned(plan: AttentionPlan) -> "mock._patch[object]":
+def planned(plan: AttentionPlan) -> Any:
     return mock.patch.object(MODULE, "attention_plan", return_value=plan)
 
 

@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import aot
@@ -145,7 +146,7 @@ class Sweep:
         share = total / timing.median / 1e-6 / self.recorder.ceiling
         print(f"{self.key} chain {timing.median:.1f} us, share {share:.4f} {facts}", flush=True)
         if chain.tokens > 1:
-            ours, theirs = (time(lambda p=p: chain.step_layers(p), 15) for p in (chosen, dict.fromkeys(OPS, BLAS)))
+            ours, theirs = (time(partial(chain.step_layers, p), 15) for p in (chosen, dict.fromkeys(OPS, BLAS)))
             self.recorder.record(f"{self.key}/layers", ours, plans=facts, blas=theirs.median, layers=chain.layers)
             print(f"{self.key} layers {ours.median:.1f} us, {ours.median / theirs.median:.3f} of cuBLAS'", flush=True)
 

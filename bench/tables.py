@@ -128,7 +128,7 @@ def fill(text: str) -> str:
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         text, count = re.subn(
             f"{re.escape(start)}.*?{re.escape(end)}",
-            lambda _, m=make, s=start, e=end: f"{s}\n{m()}\n{e}",
+            f"{start}\n{make()}\n{end}".replace("\\", r"\\"),
             text,
             flags=re.S,
         )
