@@ -20,3 +20,7 @@ def environment(header: dict[str, Any]) -> str:
         f"{header['device']}, torch {header['torch']}, Triton {header['triton']}, {header['date'][:10]}; "
         f"read ceiling {header['read_ceiling'] / 1e12:.3f} TB/s."
     )
+
+
+def rate(cell: dict[str, Any]) -> str:
+    return f"{cell['bytes'] / cell['median'] / 1e3:.0f} | {100 * cell['share']:.1f} %"
