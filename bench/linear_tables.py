@@ -105,8 +105,8 @@ def against_blas(cells: dict[str, dict[str, Any]], key: str) -> str:
 def crossovers() -> Iterator[str]:
     header, cells = runs("h200-linear")
     yield f"\n## Where one road gives way to another\n\nWith norm, activation and residual. {environment(header)}"
-    yield "The fastest is in bold. The tensor-core kernel is the one before its newer forms; with these the dot-free one"
-    yield "keeps two tokens only at qkv and at the head of the 8B, else the bold road ships.\n"
+    yield "The fastest is in bold. The tensor-core kernel is the one before its newer forms; with these the dot-free"
+    yield "one keeps two tokens only at qkv and at the head of the 8B, else the bold road ships.\n"
     yield "| model | tokens | projection | dot-free, µs | tensor cores, µs | cuBLAS, µs |\n|---|---|---|---|---|---|"
     for model in MODELS:
         for tokens in (2, 3, 4, 64):
