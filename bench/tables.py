@@ -92,6 +92,9 @@ def decode_loop() -> str:
     ceilings = [run["read_ceiling"] / 1e12 for run in runs]
     where = f"{first['device']}, torch {first['torch']}, Triton {first['triton']}, {first['date'][:10]}"
     commits = ", ".join(run["commit"] for run in runs)
+    kernels = dict.fromkeys(run["kernels"] for run in runs if "kernels" in run)
+    if kernels:
+        commits += f", with the kernels of {', '.join(kernels)}"
     return (
         f"{table(columns, rows)}\n\n{where}; read ceiling {min(ceilings):.2f} to {max(ceilings):.2f} TB/s; "
         f"commits {commits}; in brackets, times that of the whole step; cells that are empty were not measured"
