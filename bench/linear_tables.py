@@ -139,12 +139,29 @@ def forms() -> Iterator[str]:
             cell, blas = some.get(f"{key}/{form}"), some[f"{key}/cublas"]
             ratios.append(f"{cell['median'] / blas['median']:.3f}" if cell else "")
         yield f"| {TITLES[model]} | {tokens} | {op} | {' | '.join(ratios)} |"
+    yield from ships()
     yield "\nThe layers in one graph (16 of the 8B), with the best plans of these runs, over the same with cuBLAS and"
     yield "our neighbours:\n\n| model | 8 tokens | 16 | 32 |\n|---|---|---|---|"
     for model in MODELS:
         layers = [some[f"{model}/{tokens}/layers"] for some, tokens in ((cells, 8), (later, 16), (cells, 32))]
         texts = [f"{cell['median'] / cell['blas']:.3f}" for cell in layers]
         yield f"| {TITLES[model]} | {' | '.join(texts)} |"
+
+
+def ships() -> Iterator[str]:
+    """What has been measured of the plans that ship: one model at one number of tokens."""
+    header, cells = runs("h200-linear-ships")
+    model, tokens = "llama-3.1-8b", 8
+    key = f"{model}/{tokens}"
+    yield f"\n{TITLES[model]} at {tokens} tokens with the plans that ship. {environment(header)}"
+    yield "Those for 16 and 32 tokens and for Llama-3.2-1B have been timed in the runs above only, some alone.\n"
+    yield "| projection | all, µs | bare, µs | cuBLAS, µs | all / cuBLAS | bare / cuBLAS |\n|---|---|---|---|---|---|"
+    for op in OPS:
+        yield f"| {op} | {against_blas(cells, f'{key}/{op}')} |"
+    ours, blas = (cells[f"{key}/layers-{kind}"]["median"] for kind in ("ours", "blas"))
+    yield f"| **all layers** | {ours:.1f} | | {blas:.1f} with our neighbours | {ours / blas:.3f} | |"
+    chain = cells[f"{model}/1/chain"]
+    yield f"\nOne token took {chain['median']:.1f} µs in this run, {100 * chain['share']:.2f} % of the read ceiling."
 
 
 def tried() -> Iterator[str]:
