@@ -18,7 +18,7 @@ import torch
 from records import RESULTS
 from tables import loop_records, table
 
-from ostinato.bench import modes, peers
+from ostinato.bench import modes, peer_table, peers
 from ostinato.bench.arrivals import poisson_arrivals, simulate
 from ostinato.bench.capture_list import Traffic, compare, normal_traffic, spread
 from ostinato.bench.output import figure
@@ -316,7 +316,7 @@ def plot_modes(source: Path, path: Path) -> None:
 def plot_peers(source: Path, path: Path) -> None:
     document = json.loads(source.read_text())
     cells = [peers.PeerCell(**cell) for cell in document["cells"]]
-    peers.plot(peers.PeersResult(GPU, document["where"]["dtype"], document["read_ceiling"], cells), path)
+    peer_table.plot(peers.PeersResult(GPU, document["where"]["dtype"], document["read_ceiling"], cells), path)
 
 
 def plot_loop(source: Path, path: Path) -> None:

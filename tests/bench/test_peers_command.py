@@ -1,8 +1,10 @@
 """`ostinato bench peers`: other engines compute the same, take turns, and are named where they cannot."""
 
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from ostinato.bench import peers
 from ostinato.bench.cli import Peer
 from ostinato.bench.errors import BenchError
 from ostinato.bench.modes import MODES
+from ostinato.bench.peer_table import report
 from ostinato.bench.peer_transformers import hf_config
 from ostinato.bench.peer_work import Work
 from ostinato.bench.schema import SCHEMAS, check
@@ -65,18 +68,61 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(decoder: Decoder, monke
             raise MemoryError("no room\nfor it")
 
     monkeypatch.setitem(peers.PEERS, "vllm", lambda *_: Failing())  # type: ignore[index]
-    result = peers.measure(decoder, [(1, 20)], ["vllm", "torch"], rounds=1, steps=1, ceiling=1e9)
-    ours, failing, torch_alone = result.cells
+    kept: list[int] = []
+    contest = peers.Contest(decoder, [(1, 20), (2, 20)], ["vllm", "torch"], rounds=1, steps=1)
+    result = contest.measure(ceiling=1e9, keep=lambda result: kept.append(len(result.cells)))
+    assert kept == [3, 6]
+    ours, failing, torch_alone = result.cells[:3]
     assert failing.error == "failed: MemoryError: no room for it"
     assert ours.times_ours == 1.0
     assert torch_alone.error is None
-    assert "vllm failed: MemoryError: no room for it (batch x context 1 x 20)" in peers.report(result, "a model").notes
+    assert "vllm failed: MemoryError: no room for it (batch x context 1 x 20, 2 x 20)" in report(result, "a").notes
+
+
+def test_what_comes_too_late_is_a_row_that_says_so(decoder: Decoder) -> None:
+    contest = peers.Contest(decoder, [(1, 20)], ["torch"], rounds=1, steps=1, seconds=0.0)
+    errors = {cell.peer: cell.error for cell in contest.measure(ceiling=1e9).cells}
+    assert errors == dict.fromkeys(("ostinato", "torch"), "not measured: the 0 s that there were had passed")
+
+
+def test_vllm_is_started_once_for_all_cells(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in that has the names of vLLM 0.24."""
+    pytest.importorskip("transformers")
+    started: list[dict[str, Any]] = []
+    asked: list[tuple[int, int]] = []
+
+    class Vllm(SimpleNamespace):
+        class LLM:
+            def __init__(self, **options: Any) -> None:
+                assert (Path(options["model"]) / "config.json").exists()
+                started.append(options)
+
+            def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
+                asked.append((len(prompts), params.max_tokens))
+                time.sleep(1e-4 * params.max_tokens)
+                output = SimpleNamespace(token_ids=[0] * params.max_tokens)
+                return [SimpleNamespace(outputs=[output]) for _ in prompts]
+
+    fake = Vllm(__version__="0.24.0", TokensPrompt=dict, SamplingParams=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    cells = [(1, 20), (3, 20), (1, 100)]
+    result = peers.Contest(decoder, cells, ["vllm"], rounds=2, steps=1).measure(ceiling=1e9)
+    vllm = [cell for cell in result.cells if cell.peer == "vllm"]
+    assert [(cell.error, cell.version, cell.same_first_tokens) for cell in vllm] == [(None, "0.24.0", None)] * 3
+    assert all(cell.median_ms == pytest.approx(0.1, rel=0.5) for cell in vllm)
+    [options] = started
+    assert (options["max_num_seqs"], options["compilation_config"]) == (3, {"cudagraph_capture_sizes": [1, 3]})
+    room = peers.WARM_STEPS + 2 + 8
+    assert options["max_model_len"] == 100 + room + 144
+    tokens = options["kv_cache_memory_bytes"] // decoder.config.kv_bytes_per_token(decoder.dtype)
+    assert tokens >= max(batch * (context + room + 144) for batch, context in cells)
+    assert asked == [(batch, count) for batch, _ in cells for count in (1, *[16, 144] * 3)]
 
 
 def test_ostinato_must_run_whole(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(MODES, "whole", MODES["eager"])  # type: ignore[index]
     with pytest.raises(BenchError, match=r"batch 1, context 20: ostinato failed: BenchError: .* ran as .*FORCED"):
-        peers.measure(decoder, [(1, 20)], [], rounds=1, steps=1, ceiling=1e9)
+        peers.Contest(decoder, [(1, 20)], [], rounds=1, steps=1).measure(ceiling=1e9)
 
 
 @pytest.mark.parametrize("shape", ["llama-3.2-1b", "qwen3-8b"])

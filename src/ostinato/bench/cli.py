@@ -202,27 +202,36 @@ def peers(
     peer: Annotated[list[Peer] | None, Option(help="Several times. Default: all.")] = None,
     rounds: Annotated[int, Option(min=1, help="Each engine's turns, one after the other.")] = 5,
     steps: Annotated[int | None, Option(min=1, help="Steps of a turn. Default: 20 on a GPU, else 4.")] = None,
+    seconds: Annotated[float | None, Option(min=0.0, help="Begin nothing more after so many.")] = None,
+    out: Annotated[Path | None, output("--out", "-o", metavar="FILE", help="Write the JSON after each cell.")] = None,
     json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Decode steps of other engines beside Ostinato's, taking turns in one process, on the same weights.
+    """Decode steps of other engines beside Ostinato's, taking turns in one process, on the same shapes.
 
     torch: products by cuBLAS and SDPA, one graph. transformers: eager. transformers-compiled: static cache and
-    torch.compile. vllm: if it can be imported. A peer that is missing or fails is a row with the reason.
+    torch.compile. vllm: if it can be imported. A peer that is missing, late or fails is a row with the reason.
     """
     from ..llm import _device
     from . import peers as bench
+    from .peer_table import plot as draw
+    from .peer_table import report
     from .subject import load_decoder
 
-    target = _device(device)
+    def keep(result: bench.PeersResult) -> None:
+        if out is not None:
+            out.write_text(report(result, name).json() + "\n", encoding="utf-8")
+
+    target, name = _device(device), shape or model or "demo"
     chosen = list(dict.fromkeys(one.value for one in peer or Peer))
     cells = parse_cells(batch, context, on_gpu=target.type == "cuda")
     decoder = load_decoder(model, shape, target, dtype)
     count = steps or (20 if target.type == "cuda" else 4)
-    result = bench.measure(decoder, cells, chosen, rounds=rounds, steps=count)
+    contest = bench.Contest(decoder, cells, chosen, rounds=rounds, steps=count, seconds=seconds)
+    result = contest.measure(keep=keep)
     if plot is not None:
-        bench.plot(result, plot)
-    bench.report(result, shape or model or "demo").show(as_json=json)
+        draw(result, plot)
+    report(result, name).show(as_json=json)
 
 
 @app.command()

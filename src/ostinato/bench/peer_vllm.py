@@ -9,41 +9,49 @@ import torch
 
 from ..model import Decoder
 from .peer_transformers import hf_config
-from .peer_work import Work
+from .peer_work import Demand, Work
 
 SHORT = 16
 """Tokens of the generation that is subtracted: prompt and start are in both."""
 
 LEAST_STEPS = 128
-"""Fewer would be lost in how much two prompts differ."""
+"""Fewer would be lost in how much two generations differ."""
+
+BLOCK = 16
 
 
 class VllmModel:
-    """Raises ImportError where there is no vLLM."""
+    """One engine for all that is asked for, with graphs of the batch sizes asked for: others would only be captured.
 
-    def __init__(self, decoder: Decoder, batch: int, length: int) -> None:
-        # vLLM reads these when it is imported.
+    Raises:
+        ImportError: there is no vLLM.
+    """
+
+    def __init__(self, decoder: Decoder, demand: Demand) -> None:
+        # vLLM reads these when it is imported; standard output is for tables.
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
         import vllm
 
         self.version: str = vllm.__version__
-        block, reach = 16, length + SHORT + LEAST_STEPS
+        self._steps = max(LEAST_STEPS, demand.room)
+        more = SHORT + LEAST_STEPS
         free, total = torch.cuda.mem_get_info() if decoder.device.type == "cuda" else (1, 1)
-        tokens = (batch + 1) * -(-reach // block) * block
         with tempfile.TemporaryDirectory() as folder:
             hf_config(decoder.config).save_pretrained(folder)
             self.llm: Any = vllm.LLM(
                 model=folder,
                 load_format="dummy",
                 skip_tokenizer_init=True,
+                generation_config="vllm",
                 dtype=str(decoder.dtype).removeprefix("torch."),
-                max_model_len=reach,
-                max_num_seqs=batch,
-                block_size=block,
-                kv_cache_memory_bytes=tokens * decoder.config.kv_bytes_per_token(decoder.dtype),
-                gpu_memory_utilization=0.9 * free / total,  # beside kv_cache_memory_bytes a check at its start alone
-                enable_prefix_caching=False,
+                max_model_len=demand.reach(more),
+                max_num_seqs=max(demand.batches),
+                block_size=BLOCK,
+                kv_cache_memory_bytes=demand.kv_tokens(more, BLOCK) * decoder.config.kv_bytes_per_token(decoder.dtype),
+                gpu_memory_utilization=0.5 * free / total,  # beside kv_cache_memory_bytes a check at its start alone
+                compilation_config={"cudagraph_capture_sizes": demand.batches},
                 seed=0,
             )
 
@@ -52,7 +60,10 @@ class VllmModel:
 
 
 class VllmPeer:
-    """A step is the difference of two generations from the same prompts, over the tokens that they differ by."""
+    """A step is the difference of two generations from the same prompts, over the tokens that they differ by.
+
+    Prompts are computed once: vLLM finds their keys and values again in its prefix cache.
+    """
 
     def __init__(self, llm: Any, work: Work) -> None:
         from vllm import TokensPrompt
@@ -63,6 +74,7 @@ class VllmPeer:
             TokensPrompt(prompt_token_ids=[(7 * row + place) % vocab for place in range(work.context)])
             for row in range(work.batch)
         ]
+        self._seconds(1)
 
     def run(self, count: int) -> float:
         count = max(count, LEAST_STEPS)
@@ -77,5 +89,9 @@ class VllmPeer:
 
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         started = time.perf_counter()
-        self._llm.generate(self._prompts, params, use_tqdm=False)
-        return time.perf_counter() - started
+        outputs = self._llm.generate(self._prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
+        made = [len(output.outputs[0].token_ids) for output in outputs]
+        if made != [tokens] * len(self._prompts):
+            raise ValueError(f"vLLM was asked for {tokens} tokens of {len(self._prompts)} prompts, and gave {made}")
+        return seconds

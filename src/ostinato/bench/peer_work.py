@@ -1,7 +1,7 @@
 """What `ostinato bench peers` asks of an engine, and what it gives to all of them alike."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,31 @@ from torch import Tensor
 
 from ..model import Decoder
 from .subject import Subject
+
+
+@dataclass(frozen=True)
+class Demand:
+    """All that a peer will be asked for, so that one start serves it.
+
+    Attributes:
+        cells: (batch, context) of each.
+        room: steps that may be asked for at each.
+    """
+
+    cells: Sequence[tuple[int, int]]
+    room: int
+
+    @property
+    def batches(self) -> list[int]:
+        return sorted({batch for batch, _ in self.cells})
+
+    def reach(self, more: int) -> int:
+        """The longest sequence, with `more` tokens beyond the room."""
+        return max(context for _, context in self.cells) + self.room + more
+
+    def kv_tokens(self, more: int, block: int) -> int:
+        """Of the cell that keeps the most keys and values, in whole blocks, and those of one sequence to spare."""
+        return max((batch + 1) * -(-(context + self.room + more) // block) * block for batch, context in self.cells)
 
 
 @dataclass(frozen=True)

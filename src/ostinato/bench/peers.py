@@ -4,12 +4,13 @@ Shapes and random weights are the same for all, and so are the keys and values t
 takes them. A peer that is missing or fails is a row that says so.
 """
 
+import gc
+import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,10 +18,9 @@ from .. import __version__
 from ..model import Decoder
 from ..runtime.graph_reason import Reason
 from .errors import BenchError
-from .modes import check_mode, make_subject, place
-from .output import Column, Report
-from .peer_work import Peer, PeerModel, Work, timed
-from .subject import TAPE, Subject
+from .modes import check_mode, make_subject
+from .peer_work import Demand, Peer, PeerModel, Work, timed
+from .subject import Subject
 from .timing import read_ceiling
 from .traffic import step_bytes
 
@@ -51,39 +51,38 @@ class _OstinatoPeer:
         return [row[1] for row in self._subject.tokens()]
 
 
-def _torch(decoder: Decoder, batch: int, length: int) -> PeerModel:
+def _torch(decoder: Decoder, demand: Demand) -> PeerModel:
     from .peer_torch import TorchModel
 
     return TorchModel(decoder)
 
 
-def _transformers(decoder: Decoder, batch: int, length: int) -> PeerModel:
+def _transformers(decoder: Decoder, demand: Demand) -> PeerModel:
     from .peer_transformers import TransformersModel
 
     return TransformersModel(decoder, compiled=False)
 
 
-def _compiled(decoder: Decoder, batch: int, length: int) -> PeerModel:
+def _compiled(decoder: Decoder, demand: Demand) -> PeerModel:
     from .peer_transformers import TransformersModel
 
     return TransformersModel(decoder, compiled=True)
 
 
-def _vllm(decoder: Decoder, batch: int, length: int) -> PeerModel:
+def _vllm(decoder: Decoder, demand: Demand) -> PeerModel:
     from .peer_vllm import VllmModel
 
-    return VllmModel(decoder, batch, length)
+    return VllmModel(decoder, demand)
 
 
-MakePeer = Callable[[Decoder, int, int], PeerModel]
 OURS = "ostinato"
-PEERS: Mapping[str, MakePeer] = {
+PEERS: Mapping[str, Callable[[Decoder, Demand], PeerModel]] = {
     "torch": _torch,
     "transformers": _transformers,
     "transformers-compiled": _compiled,
     "vllm": _vllm,
 }
-"""How each is made, for a largest batch and a longest sequence."""
+"""How each is made, once for all that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,27 @@ class PeersResult:
     cells: list[PeerCell]
 
 
+class Late(Exception):
+    """The time for measuring is over."""
+
+
+class Deadline:
+    """After some seconds, or never."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds = seconds
+        self._end = math.inf if seconds is None else time.monotonic() + seconds
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._end
+
+    def check(self) -> None:
+        """Raises Late where it is over."""
+        if self.is_over:
+            raise Late(f"not measured: the {self._seconds:g} s that there were had passed")
+
+
 @dataclass
 class _Turns:
     """What is known of a peer while it is measured."""
@@ -145,85 +165,106 @@ class _Turns:
 
 def say(error: Exception) -> str:
     """An error in one line."""
+    if isinstance(error, Late):
+        return str(error)
     kind = "missing" if isinstance(error, ImportError) else f"failed: {type(error).__name__}"
-    return f"{kind}: {' '.join(str(error).split())[:300]}"
+    return f"{kind}: {' '.join(str(error).split())[:600]}"
 
 
-def measure(
-    decoder: Decoder,
-    cells: Sequence[tuple[int, int]],
-    peers: Sequence[str],
-    *,
-    rounds: int,
-    steps: int,
-    ceiling: float | None = None,
-) -> PeersResult:
-    """Ostinato and the peers at each batch size and context.
+class Contest:
+    """Ostinato and its peers, each started once for all cells.
 
     Args:
         cells: (batch, context).
-        rounds, steps: turns of each peer, and steps of a turn.
-
-    Raises:
-        BenchError: Ostinato itself did not run whole, or failed.
+        peers: names of PEERS.
+        rounds, steps: turns of each, and steps of a turn.
+        seconds: after which nothing more is begun, from now; what is left are rows that say so.
     """
-    ceiling = ceiling or read_ceiling(decoder.device)
-    room = WARM_STEPS + rounds * steps + 8
-    batch, length = max(batch for batch, _ in cells), max(context for _, context in cells) + room
-    every = {OURS: _Turns(_Ostinato())} | {name: _Turns() for name in peers}
-    for name in peers:
-        every[name].attempt(partial(_open, every[name], PEERS[name], decoder, batch, length))
-    found = []
-    for batch, context in cells:
-        found += _cell(decoder, batch, context, every, room, rounds, steps, ceiling)
-    return PeersResult(decoder.device, str(decoder.dtype).removeprefix("torch."), ceiling, found)
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cells: Sequence[tuple[int, int]],
+        peers: Sequence[str],
+        *,
+        rounds: int,
+        steps: int,
+        seconds: float | None = None,
+    ) -> None:
+        self._decoder, self._cells, self._rounds, self._steps = decoder, cells, rounds, steps
+        self._deadline = Deadline(seconds)
+        self._room = WARM_STEPS + rounds * steps + 8
+        self._every = {OURS: _Turns(_Ostinato())} | {name: _Turns() for name in peers}
+        demand = Demand(cells, self._room)
+        for name in peers:
+            self._every[name].attempt(partial(self._open, name, demand))
+
+    def _open(self, name: str, demand: Demand) -> None:
+        self._deadline.check()
+        self._every[name].model = PEERS[name](self._decoder, demand)
+
+    def measure(
+        self, *, ceiling: float | None = None, keep: Callable[[PeersResult], None] = lambda result: None
+    ) -> PeersResult:
+        """Every cell, in order.
+
+        Args:
+            ceiling: bytes a second; None: measured here.
+            keep: is given what is known after each cell.
+
+        Raises:
+            BenchError: Ostinato itself did not run whole, or failed.
+        """
+        decoder = self._decoder
+        ceiling = ceiling or read_ceiling(decoder.device)
+        result = PeersResult(decoder.device, str(decoder.dtype).removeprefix("torch."), ceiling, [])
+        for batch, context in self._cells:
+            result.cells.extend(self._cell(batch, context, ceiling))
+            keep(result)
+            gc.collect()
+            if decoder.device.type == "cuda":
+                torch.cuda.empty_cache()  # a peer may have an allocator of its own
+        return result
+
+    def _cell(self, batch: int, context: int, ceiling: float) -> list[PeerCell]:
+        decoder, room = self._decoder, self._room
+        every = {name: _Turns(model=one.model, error=one.error) for name, one in self._every.items()}
+        if self._deadline.is_over:
+            for one in every.values():
+                one.attempt(self._deadline.check)
+            return [_summary(name, one, batch, context) for name, one in every.items()]
+        work = Work(decoder, make_subject(decoder, batch, context, "whole", room), batch, context, room)
+
+        def prepare(one: _Turns) -> None:  # before Ostinato's first step, which moves the cache on
+            assert one.model is not None, "a peer without a model has an error"
+            one.peer = one.model.at(work)
+
+        def warm(one: _Turns) -> None:
+            assert one.peer is not None, "it has been prepared"
+            one.peer.run(WARM_STEPS)
+            first = one.peer.first_tokens()
+            ours = work.subject.tokens()
+            one.same = None if first is None else sum(a == row[1] for a, row in zip(first, ours, strict=True))
+
+        def take_turn(one: _Turns) -> None:
+            assert one.peer is not None, "it has been prepared"
+            one.times.append(one.peer.run(self._steps))
+
+        for action in (prepare, warm, *[take_turn] * self._rounds):
+            for name, one in every.items():
+                if action is not take_turn and name != OURS:
+                    one.attempt(self._deadline.check)
+                one.attempt(partial(action, one))
+        if every[OURS].error is not None:
+            raise BenchError(f"batch {batch}, context {context}: {OURS} {every[OURS].error}")
+        num_bytes = step_bytes(decoder.config, [context + room // 2] * batch, decoder.dtype.itemsize)
+        ours = statistics.median(every[OURS].times)
+        return [_summary(name, one, batch, context, ours, num_bytes / ceiling) for name, one in every.items()]
 
 
-def _open(one: _Turns, make: MakePeer, decoder: Decoder, batch: int, length: int) -> None:
-    one.model = make(decoder, batch, length)
-
-
-def _cell(
-    decoder: Decoder,
-    batch: int,
-    context: int,
-    models: Mapping[str, _Turns],
-    room: int,
-    rounds: int,
-    steps: int,
-    ceiling: float,
-) -> list[PeerCell]:
-    work = Work(decoder, make_subject(decoder, batch, context, "whole", room), batch, context, room)
-    every = {name: _Turns(model=one.model, error=one.error) for name, one in models.items()}
-
-    def prepare(one: _Turns) -> None:
-        assert one.model is not None, "a peer without a model has an error"
-        one.peer = one.model.at(work)
-
-    def warm(one: _Turns) -> None:
-        assert one.peer is not None, "it has been prepared"
-        one.peer.run(WARM_STEPS)
-        first = one.peer.first_tokens()
-        ours = work.subject.tokens()
-        one.same = None if first is None else sum(a == row[1] for a, row in zip(first, ours, strict=True))
-
-    def take_turn(one: _Turns) -> None:
-        assert one.peer is not None, "it has been prepared"
-        one.times.append(one.peer.run(steps))
-
-    for one in every.values():  # before Ostinato's first step, which moves the cache on
-        one.attempt(partial(prepare, one))
-    for action in (warm, *[take_turn] * rounds):
-        for one in every.values():
-            one.attempt(partial(action, one))
-    if every[OURS].error is not None:
-        raise BenchError(f"batch {batch}, context {context}: {OURS} {every[OURS].error}")
-    num_bytes = step_bytes(decoder.config, [context + room // 2] * batch, decoder.dtype.itemsize)
-    ours = statistics.median(every[OURS].times)
-    return [_summary(name, one, batch, context, ours, num_bytes / ceiling) for name, one in every.items()]
-
-
-def _summary(name: str, one: _Turns, batch: int, context: int, ours: float, floor_seconds: float) -> PeerCell:
+def _summary(
+    name: str, one: _Turns, batch: int, context: int, ours: float = 0.0, floor_seconds: float = 0.0
+) -> PeerCell:
     version = one.model.version if one.model is not None else None
     if one.error is not None:
         return PeerCell(batch, context, name, version, error=one.error)
@@ -241,74 +282,3 @@ def _summary(name: str, one: _Turns, batch: int, context: int, ours: float, floo
         times_ours=median / ours,
         same_first_tokens=one.same,
     )
-
-
-def report(result: PeersResult, model: str) -> Report:
-    """The peers side by side, to be shown."""
-    columns = [
-        Column("batch", "d"),
-        Column("context", "d"),
-        Column("engine"),
-        Column("version"),
-        Column("ms a step", ".3f"),
-        Column("least", ".3f"),
-        Column("most", ".3f"),
-        Column("tok/s", ".1f"),
-        Column("share of ceiling", ".1%"),
-        Column("times ours", ".2f"),
-        Column("same first tokens", "d"),
-    ]
-    rows = [
-        (
-            cell.batch,
-            cell.context,
-            cell.peer,
-            cell.version,
-            cell.median_ms,
-            cell.least_ms,
-            cell.most_ms,
-            cell.tokens_per_second,
-            cell.ceiling_share,
-            cell.times_ours,
-            cell.same_first_tokens,
-        )
-        for cell in result.cells
-    ]
-    where = place(result.device, model, result.dtype)
-    notes = [
-        f"{where['device']}, torch {where['torch']}; read ceiling {result.read_ceiling / 1e9:.1f} GB/s",
-        "the same weights; ostinato: whole, with its tokens on the host after each step; torch and transformers: the "
-        "same keys and values, tokens stay on the device; vllm: its own, difference of two generations",
-    ]
-    for peer, error in dict.fromkeys((cell.peer, cell.error) for cell in result.cells if cell.error is not None):
-        at = [f"{c.batch} x {c.context}" for c in result.cells if (c.peer, c.error) == (peer, error)]
-        notes.append(f"{peer} {error} (batch x context {', '.join(at)})")
-    if result.device.type != "cuda":
-        notes.insert(0, TAPE)
-    document = {
-        "command": "peers",
-        "version": 1,
-        "where": where,
-        "read_ceiling": result.read_ceiling,
-        "cells": [asdict(cell) for cell in result.cells],
-    }
-    return Report(f"decode steps of {model}, {result.dtype}, greedy", columns, rows, notes, document)
-
-
-def plot(result: PeersResult, path: Path) -> None:
-    """Milliseconds of a step over the batch size, a line for each engine and context."""
-    from .output import figure
-
-    label = "" if result.device.type == "cuda" else "\n(tape on a CPU, no CUDA graphs)"
-    timed_cells = [cell for cell in result.cells if cell.error is None]
-    with figure(path, 7, 4) as [axes]:
-        for peer, context in dict.fromkeys((cell.peer, cell.context) for cell in timed_cells):
-            line = [cell for cell in timed_cells if (cell.peer, cell.context) == (peer, context)]
-            times: list[Any] = [cell.median_ms for cell in line]
-            axes.plot([cell.batch for cell in line], times, "o-", label=f"{peer}, {context} tokens")
-        axes.set_xlabel("batch size")
-        axes.set_ylabel(f"ms a step{label}")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.legend(fontsize=7)
