@@ -20,7 +20,8 @@ from tables import loop_records, table
 
 from ostinato.bench import modes, peer_table, peers
 from ostinato.bench.arrivals import poisson_arrivals, simulate
-from ostinato.bench.capture_list import Traffic, compare, normal_traffic, spread
+from ostinato.bench.batch_traffic import Traffic, normal_traffic, spread
+from ostinato.bench.capture_list import compare
 from ostinato.bench.output import figure
 from ostinato.bench.schema import SCHEMAS, check
 
@@ -258,7 +259,7 @@ def tuned_lists() -> Iterator[str]:
         if len(times) < 4:
             continue
         for traffic in traffics(times):
-            _, costs = compare(traffic, max(times), count=max(times).bit_length(), minimise="ms")
+            _, costs = compare(traffic, max(times), counts=[max(times).bit_length()], minimise="ms")
             for cost in costs:
                 ms = [f"{value:.4f}" for value in (cost.milliseconds, cost.wasted_milliseconds) if value is not None]
                 waste = f"{100 * cost.token_waste:.1f} %"

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from ostinato import LLM, EngineConfig, SamplingParams
-from ostinato.bench.arrivals import poisson_arrivals, simulate
-from ostinato.bench.capture_list import spread
+from ostinato.bench.arrivals import TRAFFIC, poisson_arrivals, simulate
+from ostinato.bench.batch_traffic import spread
 from ostinato.bench.schema import SCHEMAS, check
 
 Cli = Callable[..., Any]
@@ -78,6 +78,51 @@ def test_simulated_arrivals(cli: Cli, tmp_path: Path) -> None:
     assert sum(b * n for b, n in batches.items()) == sum(tokens for _, tokens in drawn)
 
 
+@pytest.mark.parametrize(("name", "mean", "between"), [("steady", 41, 0.95), ("bursty", 24, 0.15), ("chat", 40, 0.75)])
+def test_shapes_of_traffic_have_the_load_that_they_say(name: str, mean: float, between: float) -> None:
+    """Whatever a step takes; `between` 20 and 60 lies at least that share of the steps, in chat four fifths."""
+    shape = TRAFFIC[name]
+    for seconds in (0.001, 0.02):
+
+        def step(batch: int, seconds: float = seconds) -> float:
+            return seconds * (1 + batch / 200)
+
+        arrivals = list(shape.arrivals(step, 20_000, seed=3))
+        assert arrivals == list(shape.arrivals(step, 20_000, seed=3))
+        assert len(arrivals) == 20_000
+        assert arrivals == sorted(arrivals, key=lambda arrival: arrival[0])
+        batches = simulate(arrivals, step, 256)
+        steps = sum(batches.values())
+        assert sum(b * n for b, n in batches.items()) / steps == pytest.approx(mean, rel=0.15)
+        share = sum(n for b, n in batches.items() if 20 <= b <= 60) / steps
+        assert between < share
+        assert (0.7 < share < 0.9) == (name == "chat")
+
+
+def test_a_kind_of_traffic_with_times_of_full_and_of_padded_graphs(cli: Cli, tmp_path: Path) -> None:
+    """Padding costs what empty rows take, not what full ones do; each number of graphs has its best list."""
+    times = {
+        "device": "a GPU", "model": "a model", "context": 64, "commit": "abc",
+        "replay_ms": {"1": 1.0, "64": 7.3}, "padding_ms": {"1": 1.0, "64": 1.63},
+    }  # fmt: skip
+    (tmp_path / "times.json").write_text(json.dumps(times))
+    command = ("--traffic", "steady", "--requests", 500, "--replay-ms", tmp_path / "times.json", "--max-num-seqs", 64)
+    document = cli(*COMMAND, *command, "--sizes", 3, "--sizes", 9, "--json").json()
+    check(document, SCHEMAS["capture-list"])
+    assert document["timed"] == "a GPU, a model, 64 keys a sequence, commit abc"
+    by_name = {one["name"]: one for one in document["lists"]}
+    assert [len(by_name[name]["sizes"]) for name in ("best of 3", "best of 9")] == [3, 9]
+    weights = {int(batch): steps for batch, steps in document["batches"].items()}
+    total = sum(weights.values())
+    padding = sum(
+        steps * (min(size for size in by_name["default"]["sizes"] if size >= batch) - batch) / total
+        for batch, steps in weights.items()
+    )
+    live = sum(batch * steps for batch, steps in weights.items()) / total
+    assert by_name["default"]["wasted_milliseconds"] == pytest.approx(0.01 * padding)
+    assert by_name["default"]["milliseconds"] == pytest.approx(1.0 + 0.1 * (live - 1) + 0.01 * padding)
+
+
 def test_times_between_measured_sizes_lie_on_a_line() -> None:
     assert spread({2: 1.0, 4: 3.0, 5: 3.0}, 5, what="times") == {1: 1.0, 2: 1.0, 3: 2.0, 4: 3.0, 5: 3.0}
     assert spread({2: 1.0}, 3, what="bytes", beyond=True) == {1: 1.0, 2: 1.0, 3: 1.0}
@@ -88,8 +133,8 @@ def test_times_between_measured_sizes_lie_on_a_line() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "one of --from, --normal, --trace and --rate"),
-        (("--normal", "41:8", "--rate", "3"), "one of --from, --normal, --trace and --rate"),
+        ((), "one of --from, --normal, --trace, --rate and --traffic"),
+        (("--normal", "41:8", "--rate", "3"), "one of --from, --normal, --trace, --rate and --traffic"),
         (("--normal", "41"), "a deviation must be above 0"),
         (("--rate", "0"), "must be above 0"),
         (("--normal", "41:8", "--sizes", "3", "--graph-memory", "9"), "one budget"),

@@ -32,6 +32,7 @@ CAPTURE_LIST = obj(
     command={"const": "capture-list"},
     version={"const": 1},
     source=STRING,
+    timed=MAYBE_STRING,
     minimised=STRING,
     batches=table(NUMBER),
     lists=array(
