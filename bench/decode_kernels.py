@@ -23,12 +23,17 @@ def compile_decode(steps: Iterable[tuple[str, EngineConfig, Sequence[int]]]) -> 
     CUDA must not be in use yet. Returns the number of kernels and the seconds, to be told beside what is measured.
     """
     started = time.perf_counter()
+    launches = launches_of(steps)
+    aot.compile_everywhere(launches, (90,), 15)
+    return {"kernels": len(launches), "compile_seconds": round(time.perf_counter() - started, 2)}
+
+
+def launches_of(steps: Iterable[tuple[str, EngineConfig, Sequence[int]]]) -> list[aot.Launch]:
+    """What steps of (model, engine, sizes) launch, each machine code once."""
     with aot.recording() as launches, torch.inference_mode():
         for model, engine, sizes in steps:
             _launch(model, engine, sizes)
-    unique = list({launch.key: launch for launch in launches}.values())
-    aot.compile_everywhere(unique, (90,), 15)
-    return {"kernels": len(unique), "compile_seconds": round(time.perf_counter() - started, 2)}
+    return list({launch.key: launch for launch in launches}.values())
 
 
 def _launch(model: str, engine: EngineConfig, sizes: Sequence[int]) -> None:

@@ -121,16 +121,18 @@ def speed_ups() -> Iterator[str]:
                     *(f"{cell['speedup_over_eager']:.2f}" for cell in (piecewise, whole)),
                     f"{whole['tokens_per_second']:.0f}",
                     f"{100 * whole['ceiling_share']:.0f} %",
-                    f"{eager['prefill_ms'] / whole['prefill_ms']:.2f}",
+                    f"{eager['prefill_ms'] / whole['prefill_ms']:.2f}" if whole["prefill_ms"] else "",
                 ]
             )
     yield f"{table(head, rows)}\n\n{' '.join(places)}\n\n{WHY_OTHER_THAN_ELSEWHERE}"
     for document in results("profile"):
         model = document["where"]["model"]
-        launches = next(cell["kernel_launches"] for cell in document["cells"] if cell["mode"] == "eager")
+        launches = next(
+            (cell["kernel_launches"] for cell in document["cells"] if (cell["mode"], cell["batch"]) == ("eager", 1)), 0
+        )
         times = [cell["median_ms"] for found in results("modes") for cell in found["cells"]
                  if (found["where"]["model"], cell["mode"], cell["batch"]) == (model, "eager", 1)]  # fmt: skip
-        if times:
+        if times and launches:
             each = 1e3 * times[0] / launches
             yield f"{model}, batch 1: {launches:.0f} launches in {times[0]:.2f} ms are {each:.0f} µs each on this host."
     for document in results("modes"):
@@ -169,14 +171,15 @@ def prices() -> Iterator[str]:
 def remaining_time() -> Iterator[str]:
     yield "## Where the time is\n"
     yield WHERE_IT_IS
-    head = ["model", "mode", "ms a step", "graph launches", "kernel launches", "kernels", "of a layer", "busy, µs",
-            "idle, µs", "of it between steps, µs", "largest gap, µs", "between"]  # fmt: skip
+    head = ["model", "batch", "mode", "ms a step", "graph launches", "kernel launches", "kernels", "of a layer",
+            "busy, µs", "idle, µs", "of it between steps, µs", "largest gap, µs", "between"]  # fmt: skip
     rows = []
     for document in results("profile"):
         for cell in document["cells"]:
             rows.append(
                 [
                     document["where"]["model"],
+                    str(cell["batch"]),
                     cell["mode"],
                     f"{cell['median_ms']:.3f}",
                     f"{cell['graph_launches']:g}",
@@ -190,7 +193,7 @@ def remaining_time() -> Iterator[str]:
                     f"`{cell['largest_gap_after']}` and `{cell['largest_gap_before']}`",
                 ]
             )
-    yield f"{table(head, rows)}\n\nOne sequence, {' '.join(where(document) for document in results('profile'))}"
+    yield f"{table(head, rows)}\n\n{' '.join(where(document) for document in results('profile'))}"
     yield f"\n{BY_PART.rstrip()}"
     head = ["model", "batch", "part", "calls a step", "µs a call", "µs a step", "GB/s", "share of the ceiling"]
     rows = []

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from numbers import Integral
 
-from ..model import Decoder
+from ..model import Decoder, KVCache
 from .block_allocator import BlockAllocator
 from .bucket_capture import Progress
 from .config import EngineConfig, plan_kv_cache
@@ -39,6 +39,7 @@ class Engine:
         config: sizes.
         tokenizer: turns token ids into text; None: no text, and no stop strings.
         eos_token_ids: ids that end a sequence unless it ignores them.
+        kv_cache: that of an engine of the same sizes, to work on it in turns; None: its own.
 
     Raises:
         ValueError: the KV cache does not fit, `max_model_len` does not fit into it, or an end id is outside the
@@ -53,6 +54,7 @@ class Engine:
         tokenizer: TokenDecoder | None,
         eos_token_ids: Collection[int],
         capture_progress: Progress | None = None,
+        kv_cache: KVCache | None = None,
     ) -> None:
         self.vocab_size = model.config.vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
@@ -74,7 +76,7 @@ class Engine:
         self.kv_plan = plan
         before = memory_parts(backend, None) if predicted is not None else None
         with phases.phase("KV cache and buffers"):
-            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks, backend)
+            self._runner, kv_bytes = build_runner(model, config, plan, self.hooks, backend, kv_cache)
         self._max_num_seqs = config.max_num_seqs
         self._is_working = False
         self._is_torn = False

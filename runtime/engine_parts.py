@@ -34,20 +34,27 @@ def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan, backend
 
 
 def build_runner(
-    model: Decoder, config: EngineConfig, plan: KVPlan, hooks: Hooks, backend: GraphBackend
+    model: Decoder,
+    config: EngineConfig,
+    plan: KVPlan,
+    hooks: Hooks,
+    backend: GraphBackend,
+    kv_cache: KVCache | None = None,
 ) -> tuple[ModelRunner, int]:
     """What runs the steps, nothing captured yet, and the bytes that its KV cache took of the device, if the allocator
     held nothing spare."""
     before = allocator_bytes(model.device)
     block_bytes = model.config.kv_bytes_per_token(model.dtype) * config.block_size
-    with memory_for(
-        f"a KV cache of {plan.num_blocks * block_bytes} bytes ({plan.num_blocks} blocks of {config.block_size} "
-        f"tokens, max_num_seqs {config.max_num_seqs}, max_model_len {plan.max_model_len}) on {model.device}",
-        "lower max_model_len (--max-model-len), max_num_seqs, kv_cache_memory_bytes or gpu_memory_utilization",
-    ):
-        kv_cache = KVCache.allocate(
-            model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
-        )
+    if kv_cache is None:
+        with memory_for(
+            f"a KV cache of {plan.num_blocks * block_bytes} bytes ({plan.num_blocks} blocks of {config.block_size} "
+            f"tokens, max_num_seqs {config.max_num_seqs}, max_model_len {plan.max_model_len}) on {model.device}",
+            "lower max_model_len (--max-model-len), max_num_seqs, kv_cache_memory_bytes or gpu_memory_utilization",
+        ):
+            kv_cache = KVCache.allocate(
+                model.config, plan.num_blocks, config.block_size, dtype=model.dtype, device=model.device
+            )
+    assert (kv_cache.num_blocks, kv_cache.block_size) == (plan.num_blocks, config.block_size), "it is as planned"
     kv_bytes = allocator_bytes(model.device) - before
     state = StepState(config.max_num_seqs, -(-plan.max_model_len // config.block_size), model.device)
     sampler = Sampler(config.max_num_seqs, model.config.vocab_size, device=model.device)

@@ -24,11 +24,17 @@ def decoder(chat_model: Path) -> Decoder:
     return load_decoder(str(chat_model), None, torch.device("cpu"), "auto")
 
 
-def test_the_table_and_the_document(cli: Cli, chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_and_the_document(
+    cli: Cli, chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cells come by size whatever the order; the file holds what was printed."""
     monkeypatch.setattr(modes, "read_ceiling", lambda device: 1e9)
-    command = ("bench", "modes", "-m", chat_model, "--batch", "1,2", "--context", "20", *FEW)
-    document = cli(*command, "--json").json()
+    file = tmp_path / "new" / "modes.json"
+    command = ("bench", "modes", "-m", chat_model, "--batch", "2,1", "--context", "20", *FEW)
+    document = cli(*command, "--json", "--out", file).json()
     check(document, SCHEMAS["modes"])
+    assert json.loads(file.read_text()) == document
+    assert [cell["prefill_ms"] is None for cell in document["cells"]] == [True] * 3 + [False] * 3, "once a context"
     assert [(cell["batch"], cell["mode"]) for cell in document["cells"]] == [
         (batch, mode) for batch in (1, 2) for mode in ("piecewise", "whole", "eager")
     ]
@@ -57,6 +63,27 @@ def test_planted_faults_end_it(cli: Cli, chat_model: Path, monkeypatch: pytest.M
         run = cli(*command)
     assert (run.code, run.out) == (1, "")
     assert "whole: steps should have run as WHOLE, but ran as {'OVER_BUDGET': 6}" in run.err
+
+
+def test_cells_that_do_not_fit_or_come_too_late_are_named(
+    cli: Cli, chat_model: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others are measured, and the exit code is 0."""
+    monkeypatch.setattr(modes, "free_bytes", lambda device: modes.SPARE_BYTES + 10**6)
+    left_out: list[modes.LeftOut] = []
+    assert list(modes.affordable(decoder, [(1, 20), (4, 10**6)], 5, None, left_out)) == [(1, 20)]
+    assert [(one.batch, one.context) for one in left_out] == [(4, 10**6)]
+    assert left_out[0].why.startswith("does not fit: keys and values take")
+    monkeypatch.setattr(modes, "read_ceiling", lambda device: 1e9)
+    run = cli("bench", "modes", "-m", chat_model, "--batch", 3, "--context", 20, "--seconds", 0)
+    assert run.code == 0
+    assert "batch 3, context 20: not measured: 0 s were over" in run.out
+
+
+def test_modes_write_to_one_cache(decoder: Decoder) -> None:
+    first, second = (modes.make_subject(decoder, 1, 8, "eager", 4) for _ in range(2))
+    shared = modes.make_subject(decoder, 1, 8, "eager", 4, kv_cache=first.kv_cache)
+    assert shared.kv_cache is first.kv_cache is not second.kv_cache
 
 
 def test_a_mode_without_steps_is_no_mode() -> None:

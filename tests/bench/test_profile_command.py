@@ -49,7 +49,7 @@ def test_kernels_belong_to_the_step_that_launched_them(trace: Callable[..., Path
     steps = read_steps(trace(step_events(0, 10), step_events(100, 20), [other]), on_gpu=True)
     assert [[len(s.graphs), len(s.launches), len(s.copies), len(s.kernels)] for s in steps] == [[1, 0, 0, 6]] * 2
     profiles.check_launches(steps, 2, 1, "whole")
-    cell = profiles.summarise(steps, "whole", 1.0, num_layers=2)
+    cell = profiles.summarise(steps, 3, 20, "whole", 1.0, num_layers=2)
     assert (cell.graph_launches, cell.kernel_launches, cell.kernels) == (1, 0, 6)
     assert cell.layer == ["linear", "attend"]
     assert cell.busy_us == 48
@@ -113,9 +113,9 @@ def test_the_table_the_document_and_the_traces(cli: Cli, chat_model: Path, tmp_p
     assert 0 < piecewise["kernel_launches"] < eager["kernel_launches"] == eager["kernels"]
     assert "no CUDA graphs" in document["where"]["graphs"]
     assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == [
-        "eager.json",
-        "piecewise.json",
-        "whole.json",
+        "eager-1-8.json",
+        "piecewise-1-8.json",
+        "whole-1-8.json",
     ]
     assert plot.read_bytes().startswith(b"\x89PNG")
 

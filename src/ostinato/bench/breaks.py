@@ -139,7 +139,7 @@ def measure(decoder: Decoder, context: int, steps: int, breaks: Sequence[Break] 
     Raises:
         BenchError: a step ran for another reason than the feature's.
     """
-    room = 2 * (steps + 1) + WARM_STEPS + 4
+    room = room_of(steps)
     plain = _subject(decoder, PLAIN, context, room) if steps else None
     shared = _subject(decoder, PLAIN, context, room)
     cells = []
@@ -175,6 +175,11 @@ def measure(decoder: Decoder, context: int, steps: int, breaks: Sequence[Break] 
             hook.remove()
         cells.append(BreakCell(one.name, path.value, one.reason.name, graphs, rows, launches, median, cost))
     return cells
+
+
+def room_of(steps: int) -> int:
+    """Tokens that a sequence may get, and more than it does."""
+    return 2 * (steps + 1) + WARM_STEPS + 4
 
 
 def _check(subject: Subject, before: Counter[Reason], one: Break) -> Counter[Reason]:

@@ -3,7 +3,7 @@
 import json as json_module
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
@@ -18,11 +18,16 @@ from .cli_options import (
     DType,
     Json,
     Model,
+    Out,
     Plot,
+    Seconds,
     Shape,
     output,
     parse_cells,
 )
+
+if TYPE_CHECKING:
+    from .output import Report
 
 app = typer.Typer(no_args_is_help=True, help="Measure what graphs buy and cost, on your own model and traffic.")
 app.command()(capture_list)
@@ -50,14 +55,20 @@ def modes(
         Option(help="Several times; lazy is whole, captured when used. Default: piecewise, whole and eager."),
     ] = None,
     rounds: Annotated[int, Option(min=1, help="Each mode's turns, one after the other.")] = 3,
-    steps: Annotated[int | None, Option(min=1, help="Steps of a turn. Default: 20 on a GPU, else 4.")] = None,
+    steps: Annotated[
+        int | None, Option(min=1, help="Steps of a turn, eager ones a third. Default: 20 on a GPU, else 4.")
+    ] = None,
+    seconds: Seconds = None,
     json: Json = False,
+    out: Out = None,
     plot: Plot = None,
 ) -> None:
     """Piecewise, whole and eager decode steps side by side in one process, taking turns.
 
     Tokens are compared first, and each mode must have run as that mode: else the exit code is 1. Keys and values of the
-    contexts are made up. Without a GPU, a tape stands in for CUDA graphs: a check of the tool, not a measurement.
+    contexts are made up, and lie in one KV cache that the modes share; a cell whose cache does not fit is named. Cells
+    are measured in the order in which they are given. Without a GPU, a tape stands in for CUDA graphs: a check of the
+    tool, not a measurement.
     """
     from ..llm import _device
     from . import modes as bench
@@ -67,11 +78,28 @@ def modes(
     on_gpu = target.type == "cuda"
     cells = parse_cells(batch, context, on_gpu=on_gpu)
     decoder = load_decoder(model, shape, target, dtype)
-    chosen = list(dict.fromkeys(one.value for one in mode or (Mode.PIECEWISE, Mode.WHOLE, Mode.EAGER)))
-    result = bench.measure(decoder, cells, chosen, rounds=rounds, steps=steps or (20 if on_gpu else 4))
+    result = bench.measure(
+        decoder,
+        cells,
+        modes_of(mode),
+        rounds=rounds,
+        steps=steps or (20 if on_gpu else 4),
+        seconds=seconds,
+        keep=lambda result: keep(bench.report(result, shape or model or "demo"), out),
+    )
+    bench.report(result, shape or model or "demo").show(as_json=json, out=out)
     if plot is not None:
         bench.plot(result, plot)
-    bench.report(result, shape or model or "demo").show(as_json=json)
+
+
+def modes_of(chosen: list[Mode] | None) -> list[str]:
+    return list(dict.fromkeys(one.value for one in chosen or (Mode.PIECEWISE, Mode.WHOLE, Mode.EAGER)))
+
+
+def keep(report: "Report", out: Path | None) -> None:
+    """Write what is known so far, for the case that there will be no more."""
+    if out is not None:
+        report.write(out)
 
 
 @app.command("break")
@@ -85,6 +113,7 @@ def break_(
         int | None, Option(min=0, help="Of a turn; 0: time nothing. Default: 20 on a GPU, else 3.")
     ] = None,
     json: Json = False,
+    out: Out = None,
     plot: Plot = None,
 ) -> None:
     """Switch on one feature or fault at a time: how steps then run, why, and what that costs beside the plain step.
@@ -100,9 +129,10 @@ def break_(
     decoder = load_decoder(model, shape, target, dtype)
     length = context or (1024 if on_gpu else 32)
     cells = breaks.measure(decoder, length, (20 if on_gpu else 3) if steps is None else steps, breaks.BREAKS)
+    found = breaks.report(cells, target, shape or model or "demo", str(decoder.dtype).removeprefix("torch."))
+    found.show(as_json=json, out=out)
     if plot is not None:
         breaks.plot(cells, target, plot)
-    breaks.report(cells, target, shape or model or "demo", str(decoder.dtype).removeprefix("torch.")).show(as_json=json)
 
 
 @app.command()
@@ -111,20 +141,22 @@ def profile(
     shape: Shape = None,
     device: Device = None,
     dtype: DType = "auto",
-    batch: Annotated[int, Option(min=1, help="Sequences that decode side by side.")] = 1,
-    context: Context = None,
+    batch: Annotated[str, Option(metavar="N,N", help="Batch sizes.")] = "1",
+    context: Contexts = None,
     mode: Annotated[list[Mode] | None, Option(help="Several times. Default: piecewise, whole and eager.")] = None,
     steps: Annotated[int, Option(min=1, help="Steps that are profiled.")] = 5,
+    seconds: Seconds = None,
     traces: Annotated[
-        Path | None, output("--trace", metavar="FOLDER", help="Keep MODE.json there, a Chrome trace of each mode.")
+        Path | None, output("--trace", metavar="FOLDER", help="Keep MODE-BATCH-CONTEXT.json there, Chrome traces.")
     ] = None,
     json: Json = False,
+    out: Out = None,
     plot: Plot = None,
 ) -> None:
     """What a step launches and what runs of it, by torch.profiler: launches, kernels, and the gaps between them.
 
     Exits with 1 unless a whole step is exactly one graph launch and no kernel launch, and a piecewise one as many
-    graph launches as it has regions. --plot draws a step of each mode on one scale of time.
+    graph launches as it has regions. --plot draws a step of each cell and mode on one scale of time.
     """
     from ..llm import _device
     from . import profiles
@@ -132,12 +164,18 @@ def profile(
 
     target = _device(device)
     decoder = load_decoder(model, shape, target, dtype)
-    length = context or (1024 if target.type == "cuda" else 32)
-    chosen = list(dict.fromkeys(one.value for one in mode or (Mode.PIECEWISE, Mode.WHOLE, Mode.EAGER)))
-    result = profiles.measure(decoder, batch, length, chosen, steps, traces)
+    result = profiles.measure(
+        decoder,
+        parse_cells(batch, context, on_gpu=target.type == "cuda"),
+        modes_of(mode),
+        steps,
+        traces=traces,
+        seconds=seconds,
+        keep=lambda result: keep(profiles.report(result, shape or model or "demo"), out),
+    )
+    profiles.report(result, shape or model or "demo").show(as_json=json, out=out)
     if plot is not None:
         profiles.plot(result, plot)
-    profiles.report(result, shape or model or "demo").show(as_json=json)
 
 
 @app.command()
@@ -148,10 +186,12 @@ def cost(
     dtype: DType = "auto",
     context: Context = None,
     max_num_seqs: Annotated[int | None, Option(min=1, help="Default: 256 on a GPU, else 4.")] = None,
+    max_model_len: Annotated[int | None, Option(min=1, help="Default: the model's on a GPU, else --context.")] = None,
     capture_sizes: Annotated[
         str | None, Option(metavar="LIST", help=f"Instead of the default: {CAPTURE_SIZES}")
     ] = None,
     json: Json = False,
+    out: Out = None,
     plot: Plot = None,
 ) -> None:
     """What graphs cost: start-up time, memory by batch size, and the KV tokens and sequences given up for them.
@@ -172,14 +212,14 @@ def cost(
     fixed = rows * (length + 128) * decoder.config.kv_bytes_per_token(decoder.dtype)
     config = EngineConfig(
         max_num_seqs=rows,
-        max_model_len=None if on_gpu else length,
+        max_model_len=max_model_len or (None if on_gpu else length),
         kv_cache_memory_bytes=None if on_gpu else fixed,
         capture_sizes=None if capture_sizes is None else tuple(parse_sizes(capture_sizes)),
     )
     result = costs.measure(decoder, length, config)
+    costs.report(result, shape or model or "demo").show(as_json=json, out=out)
     if plot is not None:
         costs.plot(result, plot)
-    costs.report(result, shape or model or "demo").show(as_json=json)
 
 
 class Peer(StrEnum):

@@ -9,6 +9,12 @@ from typer import Option
 output = partial(Option, rich_help_panel="Output")
 
 Json = Annotated[bool, output("--json", help="Print one JSON document, by `ostinato bench schema COMMAND`.")]
+Out = Annotated[
+    Path | None, output("--out", metavar="FILE", help="Write the JSON document there, too, again after every cell.")
+]
+Seconds = Annotated[
+    float | None, Option(min=0, help="Begin no cell after so long; what was left out is named. Default: no limit.")
+]
 Plot = Annotated[Path | None, output("--plot", metavar="FILE", help="Draw, as .png or .svg; needs ostinato[bench].")]
 Model = Annotated[
     str | None, Option("--model", "-m", help="A checkpoint: folder, .gguf file or hub id. Default: demo.")

@@ -2,14 +2,15 @@
 
 import gc
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..model import Decoder
+from ..model import Decoder, KVCache
 from ..runtime import EngineConfig, SamplingParams
 from ..runtime.graph_reason import Reason
 from .errors import BenchError
@@ -21,8 +22,17 @@ from .traffic import step_bytes
 PREFILLS = 3
 """Of each mode, in turns, behind one that is not timed."""
 
+EAGER_SHARE = 3
+"""An eager turn has this part of the steps of another."""
+
+SPARE_BYTES = 4 << 30
+"""Of a GPU, for graphs and whatever else is not the KV cache of a cell."""
+
 CHECKED_STEPS = 6
 """Whose tokens are compared before anything is timed; more than a lazy capture waits."""
+
+BLOCK_SIZE = 16
+"""Tokens of a KV block."""
 
 MODES: Mapping[str, tuple[dict[str, Any], Reason]] = {
     "piecewise": ({"graphs": "piecewise"}, Reason.PIECEWISE),
@@ -41,7 +51,7 @@ class ModeCell:
         step_bytes: that a step must move.
         ceiling_share: of the read ceiling of the same process.
         speedup_over_eager: of medians; None where eager was not measured.
-        prefill_ms: of the prompts of all rows, to their first tokens.
+        prefill_ms: of one prompt of the context, to its first token; None but in the first cell of a context.
     """
 
     batch: int
@@ -58,19 +68,30 @@ class ModeCell:
     graph_bytes: int
     capture_seconds: float
     start_seconds: float
-    prefill_ms: float
+    prefill_ms: float | None
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A cell that was asked for and not measured."""
+
+    batch: int
+    context: int
+    why: str
 
 
 @dataclass(frozen=True)
 class ModesResult:
     """Attributes:
     read_ceiling: bytes a second.
+    cells: by context and batch size, whatever the order in which they were measured.
     """
 
     device: torch.device
     dtype: str
     read_ceiling: float
     cells: list[ModeCell]
+    left_out: list[LeftOut] = field(default_factory=list)
 
 
 def measure(
@@ -81,6 +102,8 @@ def measure(
     rounds: int,
     steps: int,
     ceiling: float | None = None,
+    seconds: float | None = None,
+    keep: Callable[[ModesResult], None] = lambda result: None,
 ) -> ModesResult:
     """Each batch size and context in each mode.
 
@@ -88,13 +111,56 @@ def measure(
         cells: (batch, context).
         rounds, steps: turns of each mode, and steps of a turn that are timed.
         ceiling: bytes a second; None: measured here.
+        seconds: after which no cell is begun.
+        keep: called after every cell.
 
     Raises:
         BenchError: tokens differ between modes, or steps did not run in the mode that is measured.
     """
     ceiling = ceiling or read_ceiling(decoder.device)
-    found = [cell for batch, context in cells for cell in _cell(decoder, batch, context, modes, rounds, steps, ceiling)]
-    return ModesResult(decoder.device, str(decoder.dtype).removeprefix("torch."), ceiling, found)
+    result = ModesResult(decoder.device, str(decoder.dtype).removeprefix("torch."), ceiling, [])
+    room = room_of(rounds, steps)
+    for batch, context in affordable(decoder, cells, room, seconds, result.left_out):
+        prompts = PREFILLS if all(cell.context != context for cell in result.cells) else 0
+        result.cells.extend(_cell(decoder, batch, context, modes, rounds, steps, room, prompts, ceiling))
+        result.cells.sort(key=lambda cell: (cell.context, cell.batch))
+        keep(result)
+    return result
+
+
+def room_of(rounds: int, steps: int) -> int:
+    """Tokens that a sequence may get, and more than it does."""
+    return CHECKED_STEPS + rounds * (steps + 1) + 4
+
+
+def affordable(
+    decoder: Decoder,
+    cells: Sequence[tuple[int, int]],
+    room: int,
+    seconds: float | None,
+    left_out: list[LeftOut],
+) -> Iterator[tuple[int, int]]:
+    """The cells whose KV cache fits and that begin in time; the others are named in `left_out`."""
+    began = time.perf_counter()
+    for batch, context in cells:
+        needed, free = _kv_bytes(decoder, batch, context, room), free_bytes(decoder.device)
+        if free is not None and needed + SPARE_BYTES > free:
+            why = f"does not fit: keys and values take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        elif seconds is not None and time.perf_counter() - began >= seconds:
+            why = f"not measured: {seconds:g} s were over"
+        else:
+            yield batch, context
+            continue
+        left_out.append(LeftOut(batch, context, why))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Of a GPU, once what nobody holds is given back; None for a CPU."""
+    gc.collect()
+    if device.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
 
 
 def make_subject(
@@ -104,50 +170,68 @@ def make_subject(
     mode: str,
     room: int,
     params: Sequence[SamplingParams] | None = None,
+    kv_cache: KVCache | None = None,
     **options: Any,
 ) -> Subject:
     """An engine in a mode, about to decode; `options` go beyond the mode's own."""
-    length = context + room + 1
-    block = 16
-    blocks = batch * -(-length // block) + 4
     sizes = {
         "max_num_seqs": batch,
-        "max_model_len": length,
-        "block_size": block,
-        "kv_cache_memory_bytes": blocks * block * decoder.config.kv_bytes_per_token(decoder.dtype),
+        "max_model_len": _length(context, room),
+        "block_size": BLOCK_SIZE,
+        "kv_cache_memory_bytes": _kv_bytes(decoder, batch, context, room),
         "capture_sizes": (batch,),
     }
-    return Subject(decoder, EngineConfig(**{**sizes, **MODES[mode][0], **options}), batch, context, room, params)
+    config = EngineConfig(**{**sizes, **MODES[mode][0], **options})
+    return Subject(decoder, config, batch, context, room, params, kv_cache)
+
+
+def _length(context: int, room: int) -> int:
+    return context + room + 1
+
+
+def _kv_bytes(decoder: Decoder, batch: int, context: int, room: int) -> int:
+    blocks = batch * -(-_length(context, room) // BLOCK_SIZE) + 4
+    return blocks * BLOCK_SIZE * decoder.config.kv_bytes_per_token(decoder.dtype)
 
 
 def _cell(
-    decoder: Decoder, batch: int, context: int, modes: Sequence[str], rounds: int, steps: int, ceiling: float
+    decoder: Decoder,
+    batch: int,
+    context: int,
+    modes: Sequence[str],
+    rounds: int,
+    steps: int,
+    room: int,
+    prompts: int,
+    ceiling: float,
 ) -> list[ModeCell]:
-    room = CHECKED_STEPS + rounds * (steps + 1) + 4
-    subjects = {mode: make_subject(decoder, batch, context, mode, room) for mode in modes}
-    at = f"batch {batch}, context {context}"
-    tokens = {}
-    for mode, subject in subjects.items():
+    subjects: dict[str, Subject] = {}
+    kv_cache, tokens, at = None, {}, f"batch {batch}, context {context}"
+    for mode in modes:  # each fills the cache anew, and then writes what the one before wrote, or its tokens differ
+        subject = subjects[mode] = make_subject(decoder, batch, context, mode, room, kv_cache=kv_cache)
+        kv_cache = subject.kv_cache
         subject.step(CHECKED_STEPS)
         tokens[mode] = [row[: CHECKED_STEPS + 1] for row in subject.tokens()]
     for mode in modes[1:]:
         check_tokens(tokens[modes[0]], tokens[mode], f"{at}: {modes[0]} and {mode}")
     before = {mode: subject.counts() for mode, subject in subjects.items()}
     times: dict[str, list[float]] = {mode: [] for mode in modes}
+    turns = {mode: -(-steps // EAGER_SHARE) if mode == "eager" else steps for mode in modes}
     for turn in range(rounds):
         for mode in modes if turn % 2 == 0 else modes[::-1]:
-            times[mode] += subjects[mode].step(steps + 1)
+            times[mode] += subjects[mode].step(turns[mode] + 1)
     ran = {mode: subject.counts() - before[mode] for mode, subject in subjects.items()}
     prefills: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(1 + PREFILLS):
+    for _ in range(1 + prompts if prompts else 0):
         for mode in modes:
             prefills[mode].append(subjects[mode].prefill())
     medians = {mode: statistics.median(times[mode]) for mode in modes}
-    num_bytes = step_bytes(decoder.config, [context + room // 2] * batch, decoder.dtype.itemsize)
     cells = []
     for mode, subject in subjects.items():
         check_mode(dict(ran[mode]), MODES[mode][1], f"{at}: {mode}")
         ordered, median = sorted(times[mode]), medians[mode]
+        length = context + CHECKED_STEPS + rounds * (turns[mode] + 1) // 2  # halfway
+        num_bytes = step_bytes(decoder.config, [length] * batch, decoder.dtype.itemsize)
         summary = subject.engine.graph_report()
         tenth = len(ordered) // 10
         cells.append(
@@ -166,11 +250,9 @@ def _cell(
                 graph_bytes=summary.num_bytes,
                 capture_seconds=summary.seconds,
                 start_seconds=subject.start_seconds,
-                prefill_ms=statistics.median(prefills[mode][1:]),
+                prefill_ms=statistics.median(prefills[mode][1:]) if prompts else None,
             )
         )
-    del subjects
-    gc.collect()
     return cells
 
 
@@ -211,7 +293,7 @@ def report(result: ModesResult, model: str) -> Report:
         Column("speed-up over eager", ".3f"),
         Column("MB to move", ".1f"),
         Column("share of ceiling", ".1%"),
-        Column("prompts, ms", ".1f"),
+        Column("a prompt, ms", ".1f"),
         Column("graphs a step", "d"),
         Column("graph memory, MB", ".1f"),
         Column("capture, s", ".2f"),
@@ -238,17 +320,19 @@ def report(result: ModesResult, model: str) -> Report:
     where = place(result.device, model, result.dtype)
     notes = [
         f"{where['device']}, torch {where['torch']}; tokens of all modes equal, every step in its mode",
-        "prompts: of all rows, to their first tokens; they run eagerly in every mode",
+        "a prompt: one of the context, to its first token; prompts run eagerly in every mode",
         f"read ceiling {result.read_ceiling / 1e9:.1f} GB/s; lazy: captured when first used",
     ]
+    notes += [f"batch {one.batch}, context {one.context}: {one.why}" for one in result.left_out]
     if result.device.type != "cuda":
         notes.insert(0, TAPE)
     document = {
         "command": "modes",
-        "version": 1,
+        "version": 2,
         "where": where,
         "read_ceiling": result.read_ceiling,
         "cells": [asdict(cell) for cell in result.cells],
+        "left_out": [asdict(one) for one in result.left_out],
     }
     return Report(f"decode steps of {model}, {result.dtype}, greedy", columns, rows, notes, document)
 

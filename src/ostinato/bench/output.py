@@ -63,7 +63,14 @@ class Report(Table):
             console.print()
             _print_table(console, table)
 
-    def show(self, *, as_json: bool) -> None:
+    def write(self, path: Path) -> None:
+        """The document, in place of what the file held."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self.json() + "\n", encoding="utf-8")
+
+    def show(self, *, as_json: bool, out: Path | None = None) -> None:
+        if out is not None:
+            self.write(out)
         if as_json:
             print(self.json())
         else:

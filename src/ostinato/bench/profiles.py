@@ -3,16 +3,16 @@
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 
 from ..model import Decoder
 from .errors import BenchError
-from .modes import CHECKED_STEPS, MODES, check_mode, graphs_per_step, make_subject, place
+from .modes import CHECKED_STEPS, MODES, LeftOut, affordable, check_mode, graphs_per_step, make_subject, place
 from .output import Column, Report
 from .subject import TAPE, Subject
 from .timeline import STEP_RANGE, Gap, Span, Step, busy, gaps, layer_of, read_steps
@@ -42,7 +42,9 @@ class KernelTime:
 
 @dataclass(frozen=True)
 class ProfileCell:
-    """Steps of one mode; numbers are of a step on average, microseconds are with the profiler watching.
+    """Steps of one mode at one batch size and context.
+
+    Numbers are of a step on average; microseconds are with the profiler watching.
 
     Attributes:
         median_ms: without the profiler, tokens on the host.
@@ -53,6 +55,8 @@ class ProfileCell:
         gaps, by_kernel: most time first.
     """
 
+    batch: int
+    context: int
     mode: str
     median_ms: float
     graph_launches: float
@@ -72,43 +76,69 @@ class ProfileCell:
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """Cells and, for the plot, the steps that they are made of."""
+    """Cells and, for the plot, the steps that each is made of."""
 
     device: torch.device
     dtype: str
-    batch: int
-    context: int
     cells: list[ProfileCell]
-    steps: dict[str, list[Step]]
+    steps: list[list[Step]]
+    left_out: list[LeftOut] = field(default_factory=list)
 
 
 def measure(
-    decoder: Decoder, batch: int, context: int, modes: Sequence[str], steps: int, traces: Path | None = None
+    decoder: Decoder,
+    cells: Sequence[tuple[int, int]],
+    modes: Sequence[str],
+    steps: int,
+    *,
+    traces: Path | None = None,
+    seconds: float | None = None,
+    keep: Callable[[ProfileResult], None] = lambda result: None,
 ) -> ProfileResult:
-    """Profile so many steps of each mode.
+    """Profile so many steps of each mode at each batch size and context.
 
     Args:
-        traces: a folder for `MODE.json`, a Chrome trace each; None: they are not kept.
+        cells: (batch, context).
+        traces: a folder for `MODE-BATCH-CONTEXT.json`, a Chrome trace each; None: they are not kept.
+        seconds: after which no cell is begun.
+        keep: called after every cell.
 
     Raises:
         BenchError: steps did not run in their mode, or the host launched something else than the mode says.
     """
-    cells, found = [], {}
+    result = ProfileResult(decoder.device, str(decoder.dtype).removeprefix("torch."), [], [])
+    room = room_of(steps)
     with nullcontext(traces) if traces is not None else tempfile.TemporaryDirectory() as folder:
         assert folder is not None, "one of the two is a folder"
         Path(folder).mkdir(parents=True, exist_ok=True)
-        for mode in modes:
-            subject = make_subject(decoder, batch, context, mode, CHECKED_STEPS + 2 * steps + WARM_STEPS + 8)
-            subject.step(CHECKED_STEPS)
-            before = subject.counts()
-            median = statistics.median(subject.step(steps + 1))
-            path = Path(folder) / f"{mode}.json"
-            record(subject, steps, path)
-            check_mode(dict(subject.counts() - before), MODES[mode][1], mode)
-            found[mode] = read_steps(path, on_gpu=subject.on_gpu)
-            check_launches(found[mode], steps, graphs_per_step(subject, mode), mode)
-            cells.append(summarise(found[mode], mode, median, decoder.config.num_layers))
-    return ProfileResult(decoder.device, str(decoder.dtype).removeprefix("torch."), batch, context, cells, found)
+        for batch, context in affordable(decoder, cells, room, seconds, result.left_out):
+            kv_cache = None
+            for mode in modes:
+                subject = make_subject(decoder, batch, context, mode, room, kv_cache=kv_cache)
+                kv_cache = subject.kv_cache
+                path = Path(folder) / f"{mode}-{batch}-{context}.json"
+                cell, found = _cell(subject, mode, steps, path)
+                result.cells.append(cell)
+                result.steps.append(found)
+            del subject, kv_cache
+            keep(result)
+    return result
+
+
+def room_of(steps: int) -> int:
+    """Tokens that a sequence may get, and more than it does."""
+    return CHECKED_STEPS + 2 * steps + WARM_STEPS + 8
+
+
+def _cell(subject: Subject, mode: str, steps: int, path: Path) -> tuple[ProfileCell, list[Step]]:
+    subject.step(CHECKED_STEPS)
+    before = subject.counts()
+    median = statistics.median(subject.step(steps + 1))
+    record(subject, steps, path)
+    check_mode(dict(subject.counts() - before), MODES[mode][1], mode)
+    found = read_steps(path, on_gpu=subject.on_gpu)
+    check_launches(found, steps, graphs_per_step(subject, mode), mode)
+    return summarise(found, subject.batch, subject.context, mode, median, subject.pieces.num_layers), found
 
 
 def record(subject: Subject, steps: int, path: Path) -> None:
@@ -140,7 +170,9 @@ def check_launches(steps: Sequence[Step], count: int, graphs: int, mode: str) ->
             raise BenchError(f"{mode}: the profile has no kernel of step {number}")
 
 
-def summarise(steps: Sequence[Step], mode: str, median_ms: float, num_layers: int) -> ProfileCell:
+def summarise(
+    steps: Sequence[Step], batch: int, context: int, mode: str, median_ms: float, num_layers: int
+) -> ProfileCell:
     """Averages over the steps."""
     count = len(steps)
     kernels = [kernel for step in steps for kernel in step.kernels]
@@ -149,6 +181,8 @@ def summarise(steps: Sequence[Step], mode: str, median_ms: float, num_layers: in
     within = sum(gap.length for step in steps for gap in gaps(step.kernels))
     largest = max(found, key=lambda gap: gap.length, default=Gap(0.0, "", ""))
     return ProfileCell(
+        batch=batch,
+        context=context,
         mode=mode,
         median_ms=median_ms,
         graph_launches=sum(len(step.graphs) for step in steps) / count,
@@ -191,6 +225,8 @@ def _kernel_times(kernels: Sequence[Span], steps: int) -> list[KernelTime]:
 def report(result: ProfileResult, model: str) -> Report:
     """The modes side by side, to be shown."""
     columns = [
+        Column("batch", "d"),
+        Column("context", "d"),
         Column("mode"),
         Column("ms a step", ".3f"),
         Column("graph launches", ".2f"),
@@ -205,6 +241,8 @@ def report(result: ProfileResult, model: str) -> Report:
     ]
     rows = [
         (
+            cell.batch,
+            cell.context,
             cell.mode,
             cell.median_ms,
             cell.graph_launches,
@@ -222,32 +260,34 @@ def report(result: ProfileResult, model: str) -> Report:
     where = place(result.device, model, result.dtype)
     notes = [
         f"{where['device']}, torch {where['torch']}; ms without the profiler, all else with it, of a step on average",
-        *(f"largest gap, {c.mode}: after {c.largest_gap_after}, before {c.largest_gap_before}" for c in result.cells),
+        *(f"largest gap, {at(c)}: after {c.largest_gap_after}, before {c.largest_gap_before}" for c in result.cells),
+        *(f"batch {one.batch}, context {one.context}: {one.why}" for one in result.left_out),
     ]
     if result.device.type == "cuda":
-        notes += [f"a layer, {cell.mode}: {', '.join(cell.layer)}" for cell in result.cells if cell.layer]
+        notes += [f"a layer, {at(cell)}: {', '.join(cell.layer)}" for cell in result.cells if cell.layer]
     else:
         notes.insert(0, f"{TAPE}. Graphs are replays of the tape, kernels are operators")
     document = {
         "command": "profile",
-        "version": 1,
+        "version": 2,
         "where": where,
-        "batch": result.batch,
-        "context": result.context,
         "cells": [asdict(cell) for cell in result.cells],
+        "left_out": [asdict(one) for one in result.left_out],
     }
-    title = f"{len(next(iter(result.steps.values())))} decode steps of {model}, {result.dtype}, "
-    title += f"batch {result.batch}, {result.context} tokens each"
-    return Report(title, columns, rows, notes, document)
+    return Report(f"what decode steps of {model} launch, {result.dtype}", columns, rows, notes, document)
+
+
+def at(cell: ProfileCell) -> str:
+    return f"{cell.mode}, batch {cell.batch}, context {cell.context}"
 
 
 def plot(result: ProfileResult, path: Path) -> None:
-    """One step of each mode: the host's calls above, the device's kernels below; all on one scale of time."""
+    """One step of each cell: the host's calls above, the device's kernels below; all on one scale of time."""
     from .output import figure
 
     on_gpu = result.device.type == "cuda"
     with figure(path, 10, 1.2 + 1.3 * len(result.steps), len(result.steps), stacked=True) as every:
-        for axes, (mode, steps) in zip(every, result.steps.items(), strict=True):
+        for axes, cell, steps in zip(every, result.cells, result.steps, strict=True):
             step = steps[len(steps) // 2]
             begin, end = step.host.start, max(step.host.end, step.kernels[-1].end)
             launches = [*step.graphs, *step.launches, *step.copies]
@@ -262,5 +302,5 @@ def plot(result: ProfileResult, path: Path) -> None:
                     bars, (row - 0.4, 0.8), facecolors=[colours[i % len(colours)] for i in range(len(bars))]
                 )
             axes.set_yticks([2.0, 1.0], ["host: the call and its launches", "GPU: kernels" if on_gpu else "operators"])
-            axes.set_title(mode, loc="left", fontsize=9)
+            axes.set_title(at(cell), loc="left", fontsize=9)
         every[-1].set_xlabel("µs" if on_gpu else "µs (tape on a CPU, no CUDA graphs)")

@@ -51,9 +51,11 @@ CAPTURE_LIST = obj(
 
 WHERE = obj(device=STRING, graphs=STRING, torch=STRING, model=STRING, dtype=STRING)
 
+LEFT_OUT = array(obj(batch=INTEGER, context=INTEGER, why=STRING))
+
 MODES = obj(
     command={"const": "modes"},
-    version={"const": 1},
+    version={"const": 2},
     where=WHERE,
     read_ceiling=NUMBER,
     cells=array(
@@ -72,9 +74,10 @@ MODES = obj(
             graph_bytes=INTEGER,
             capture_seconds=NUMBER,
             start_seconds=NUMBER,
-            prefill_ms=NUMBER,
+            prefill_ms=MAYBE_NUMBER,
         )
     ),
+    left_out=LEFT_OUT,
 )
 
 BREAK = obj(
@@ -99,12 +102,12 @@ BREAK = obj(
 
 PROFILE = obj(
     command={"const": "profile"},
-    version={"const": 1},
+    version={"const": 2},
     where=WHERE,
-    batch=INTEGER,
-    context=INTEGER,
     cells=array(
         obj(
+            batch=INTEGER,
+            context=INTEGER,
             mode=STRING,
             median_ms=NUMBER,
             graph_launches=NUMBER,
@@ -122,6 +125,7 @@ PROFILE = obj(
             by_kernel=array(obj(name=STRING, count=NUMBER, us=NUMBER)),
         )
     ),
+    left_out=LEFT_OUT,
 )
 
 COST = obj(

@@ -45,6 +45,7 @@ class Subject:
 
     Args:
         room: tokens that each may still get.
+        kv_cache: of a subject of the same sizes, which takes turns with this one; None: its own.
     """
 
     def __init__(
@@ -55,22 +56,21 @@ class Subject:
         context: int,
         room: int,
         params: Iterable[SamplingParams] | None = None,
+        kv_cache: KVCache | None = None,
     ) -> None:
         self.batch, self.context = batch, context
         self._device = decoder.device
         started = time.perf_counter()
-        self.engine = Engine(decoder, config, tokenizer=None, eos_token_ids=())
+        self.engine = Engine(decoder, config, tokenizer=None, eos_token_ids=(), kv_cache=kv_cache)
         self.start_seconds = time.perf_counter() - started
         self.sequences: list[Sequence] = []
         self.restart(params or [SamplingParams(temperature=0.0)] * batch, room)
 
     def prefill(self) -> float:
-        """End what is decoding, and compute prompts of the context, one a row: milliseconds to all first tokens."""
+        """End what is decoding, and compute one prompt of the context: milliseconds to its first token."""
         self._end()
         params, vocab = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True), self.engine.vocab_size
-        for row in range(self.batch):
-            prompt = [(row + 7 * place) % vocab for place in range(self.context)]
-            self.engine.add(self.engine.create(prompt, params)[0])
+        self.engine.add(self.engine.create([7 * place % vocab for place in range(self.context)], params)[0])
         self.wait()
         started = time.perf_counter()
         while self.engine.has_work:

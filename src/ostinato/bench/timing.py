@@ -20,6 +20,9 @@ from .errors import BenchError
 # was using the memory.
 LOWEST_CEILING = {"NVIDIA H200": 4.45e12}
 
+READ_SHAPES = ((8192, 8, 132 * 4), (8192, 8, 132 * 8), (4096, 4, 132 * 16), (16384, 16, 132 * 4))
+"""Elements of a block, warps and programs of the kernels that look for the ceiling."""
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -95,7 +98,7 @@ def streaming_rate(device: torch.device, size: int | None = None) -> float:
     x = torch.empty(size // 4, dtype=torch.int32, device=device).random_(0, 1 << 20)
     out = torch.empty(1 << 20, dtype=torch.float32, device=device)
     best = 0.0
-    for block, warps, programs in ((8192, 8, 132 * 4), (8192, 8, 132 * 8), (4096, 4, 132 * 16), (16384, 16, 132 * 4)):
+    for block, warps, programs in READ_SHAPES:
         graph = capture(lambda shape=(block, warps, programs): _read(x, out, *shape), device)  # type: ignore[misc]
         timing = time_graph(graph, device, replays=10)
         best = max(best, size / (min(timing.median, timing.again) * 1e-6))
