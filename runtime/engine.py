@@ -332,7 +332,8 @@ class Engine:
         if not prompt_ids:
             raise ValueError("the prompt is empty: it must have at least 1 token")
         for token_id in prompt_ids:
-            if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            is_int = type(token_id) is int  # nearly always, and far cheaper to find out
+            if not is_int and (isinstance(token_id, bool) or not isinstance(token_id, Integral)):
                 raise TypeError(f"a prompt's token ids must be integers, got {token_id!r}")
             self._check_token_id("prompt", int(token_id))
         return tuple(map(int, prompt_ids))
