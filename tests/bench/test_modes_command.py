@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.bench import modes
+from ostinato.bench import mode_subjects, modes
 from ostinato.bench.errors import BenchError
 from ostinato.bench.schema import SCHEMAS, check
 from ostinato.bench.subject import Subject, load_decoder
@@ -59,7 +59,7 @@ def test_planted_faults_end_it(cli: Cli, chat_model: Path, monkeypatch: pytest.M
     assert (run.code, run.out) == (1, "")
     assert "piecewise and whole give other tokens: row 0, token 1" in run.err
     with monkeypatch.context() as patch:
-        patch.setitem(modes.MODES, "whole", ({"graphs": "whole", "graph_memory_bytes": 1}, Reason.WHOLE))
+        patch.setitem(mode_subjects.MODES, "whole", ({"graphs": "whole", "graph_memory_bytes": 1}, Reason.WHOLE))
         run = cli(*command)
     assert (run.code, run.out) == (1, "")
     assert "whole: steps should have run as WHOLE, but ran as {'OVER_BUDGET': 6}" in run.err
@@ -69,9 +69,9 @@ def test_cells_that_do_not_fit_or_come_too_late_are_named(
     cli: Cli, chat_model: Path, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others are measured, and the exit code is 0."""
-    monkeypatch.setattr(modes, "free_bytes", lambda device: modes.SPARE_BYTES + 10**6)
-    left_out: list[modes.LeftOut] = []
-    assert list(modes.affordable(decoder, [(1, 20), (4, 10**6)], 5, None, left_out)) == [(1, 20)]
+    monkeypatch.setattr(mode_subjects, "free_bytes", lambda device: mode_subjects.SPARE_BYTES + 10**6)
+    left_out: list[mode_subjects.LeftOut] = []
+    assert list(mode_subjects.affordable(decoder, [(1, 20), (4, 10**6)], 5, None, left_out)) == [(1, 20)]
     assert [(one.batch, one.context) for one in left_out] == [(4, 10**6)]
     assert left_out[0].why.startswith("does not fit: keys and values take")
     monkeypatch.setattr(modes, "read_ceiling", lambda device: 1e9)
@@ -81,14 +81,14 @@ def test_cells_that_do_not_fit_or_come_too_late_are_named(
 
 
 def test_modes_write_to_one_cache(decoder: Decoder) -> None:
-    first, second = (modes.make_subject(decoder, 1, 8, "eager", 4) for _ in range(2))
-    shared = modes.make_subject(decoder, 1, 8, "eager", 4, kv_cache=first.kv_cache)
+    first, second = (mode_subjects.make_subject(decoder, 1, 8, "eager", 4) for _ in range(2))
+    shared = mode_subjects.make_subject(decoder, 1, 8, "eager", 4, kv_cache=first.kv_cache)
     assert shared.kv_cache is first.kv_cache is not second.kv_cache
 
 
 def test_a_mode_without_steps_is_no_mode() -> None:
     with pytest.raises(BenchError, match="ran as none"):
-        modes.check_mode({}, Reason.WHOLE, "whole")
+        mode_subjects.check_mode({}, Reason.WHOLE, "whole")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from ostinato.bench import peers
 from ostinato.bench.cli import Peer
 from ostinato.bench.errors import BenchError
-from ostinato.bench.modes import MODES
+from ostinato.bench.mode_subjects import MODES
 from ostinato.bench.peer_table import report
 from ostinato.bench.peer_transformers import hf_config
 from ostinato.bench.peer_work import Work

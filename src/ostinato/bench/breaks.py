@@ -13,9 +13,9 @@ from ..model import Decoder
 from ..runtime import EngineConfig, SamplingParams
 from ..runtime.graph_reason import REPLAYS, Path, Reason
 from .errors import BenchError
-from .modes import make_subject, place
+from .mode_subjects import make_subject
 from .output import Column, Report
-from .subject import TAPE, Subject
+from .subject import TAPE, Subject, place
 
 BATCH = 4
 SMALLER = 2

@@ -13,9 +13,8 @@ from ..model import Decoder
 from ..runtime import Engine, EngineConfig
 from ..runtime.graph_ledger import GraphLedger
 from .errors import BenchError
-from .modes import place
 from .output import Column, Report, Table
-from .subject import TAPE
+from .subject import TAPE, place
 
 COST_MODES: tuple[Literal["off", "piecewise", "whole"], ...] = ("off", "piecewise", "whole")
 """`off` comes first: the others are compared with it."""

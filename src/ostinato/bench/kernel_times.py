@@ -10,9 +10,9 @@ import torch
 from ..kernels import commit
 from ..model import Decoder
 from ..model.decoder import Layer
-from .modes import make_subject, place
+from .mode_subjects import make_subject
 from .output import Column, Report
-from .subject import TAPE, Subject
+from .subject import TAPE, Subject, place
 from .timing import capture, read_ceiling, time_graph
 from .traffic import kv_bytes, step_bytes
 

@@ -1,21 +1,17 @@
 """`ostinato bench modes`: the same decode steps piecewise, whole and eager, taking turns in one process."""
 
-import gc
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from ..model import Decoder, KVCache
-from ..runtime import EngineConfig, SamplingParams
-from ..runtime.graph_reason import Reason
+from ..model import Decoder
 from .errors import BenchError
+from .mode_subjects import MODES, LeftOut, affordable, check_mode, graphs_per_step, make_subject
 from .output import Column, Report
-from .subject import TAPE, Subject
+from .subject import TAPE, Subject, place
 from .timing import read_ceiling
 from .traffic import step_bytes
 
@@ -25,22 +21,8 @@ PREFILLS = 3
 EAGER_SHARE = 3
 """An eager turn has this part of the steps of another."""
 
-SPARE_BYTES = 4 << 30
-"""Of a GPU, for graphs and whatever else is not the KV cache of a cell."""
-
 CHECKED_STEPS = 6
 """Whose tokens are compared before anything is timed; more than a lazy capture waits."""
-
-BLOCK_SIZE = 16
-"""Tokens of a KV block."""
-
-MODES: Mapping[str, tuple[dict[str, Any], Reason]] = {
-    "piecewise": ({"graphs": "piecewise"}, Reason.PIECEWISE),
-    "whole": ({"graphs": "whole"}, Reason.WHOLE),
-    "eager": ({"graphs": "whole", "enable_decode_graphs": False}, Reason.FORCED),
-    "lazy": ({"graphs": "whole", "capture": "lazy"}, Reason.WHOLE),
-}
-"""Of each mode, what an engine is told, and the reason that its steps must give; eager is the graphs' own Python."""
 
 
 @dataclass(frozen=True)
@@ -69,15 +51,6 @@ class ModeCell:
     capture_seconds: float
     start_seconds: float
     prefill_ms: float | None
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A cell that was asked for and not measured."""
-
-    batch: int
-    context: int
-    why: str
 
 
 @dataclass(frozen=True)
@@ -131,67 +104,6 @@ def measure(
 def room_of(rounds: int, steps: int) -> int:
     """Tokens that a sequence may get, and more than it does."""
     return CHECKED_STEPS + rounds * (steps + 1) + 4
-
-
-def affordable(
-    decoder: Decoder,
-    cells: Sequence[tuple[int, int]],
-    room: int,
-    seconds: float | None,
-    left_out: list[LeftOut],
-) -> Iterator[tuple[int, int]]:
-    """The cells whose KV cache fits and that begin in time; the others are named in `left_out`."""
-    began = time.perf_counter()
-    for batch, context in cells:
-        needed, free = _kv_bytes(decoder, batch, context, room), free_bytes(decoder.device)
-        if free is not None and needed + SPARE_BYTES > free:
-            why = f"does not fit: keys and values take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-        elif seconds is not None and time.perf_counter() - began >= seconds:
-            why = f"not measured: {seconds:g} s were over"
-        else:
-            yield batch, context
-            continue
-        left_out.append(LeftOut(batch, context, why))
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Of a GPU, once what nobody holds is given back; None for a CPU."""
-    gc.collect()
-    if device.type != "cuda":
-        return None
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
-
-
-def make_subject(
-    decoder: Decoder,
-    batch: int,
-    context: int,
-    mode: str,
-    room: int,
-    params: Sequence[SamplingParams] | None = None,
-    kv_cache: KVCache | None = None,
-    **options: Any,
-) -> Subject:
-    """An engine in a mode, about to decode; `options` go beyond the mode's own."""
-    sizes = {
-        "max_num_seqs": batch,
-        "max_model_len": _length(context, room),
-        "block_size": BLOCK_SIZE,
-        "kv_cache_memory_bytes": _kv_bytes(decoder, batch, context, room),
-        "capture_sizes": (batch,),
-    }
-    config = EngineConfig(**{**sizes, **MODES[mode][0], **options})
-    return Subject(decoder, config, batch, context, room, params, kv_cache)
-
-
-def _length(context: int, room: int) -> int:
-    return context + room + 1
-
-
-def _kv_bytes(decoder: Decoder, batch: int, context: int, room: int) -> int:
-    blocks = batch * -(-_length(context, room) // BLOCK_SIZE) + 4
-    return blocks * BLOCK_SIZE * decoder.config.kv_bytes_per_token(decoder.dtype)
 
 
 def _cell(
@@ -259,25 +171,9 @@ def _cell(
 def check_tokens(first: list[list[int]], second: list[list[int]], what: str) -> None:
     """Raises BenchError with the first row and place where tokens differ."""
     for row, (left, right) in enumerate(zip(first, second, strict=True)):
-        for place, (a, b) in enumerate(zip(left, right, strict=True)):
+        for number, (a, b) in enumerate(zip(left, right, strict=True)):
             if a != b:
-                raise BenchError(f"{what} give other tokens: row {row}, token {place}: {a} and {b}; nothing was timed")
-
-
-def check_mode(ran: Mapping[Reason, int], wanted: Reason, what: str) -> None:
-    """Raises BenchError unless all steps gave one reason."""
-    others = {reason.name: count for reason, count in ran.items() if reason is not wanted}
-    if others or not ran.get(wanted):
-        raise BenchError(f"{what}: steps should have run as {wanted.name}, but ran as {others or 'none'}")
-
-
-def graphs_per_step(subject: Subject, mode: str) -> int:
-    """Replays that a step is made of."""
-    graphs = subject.engine.decode_runner.graphs
-    assert graphs is not None, "every mode knows the buckets"
-    if mode == "piecewise":
-        return len(graphs.regions_of(graphs.configs[0].bucket_keys()[0]))
-    return 0 if mode == "eager" else 1
+                raise BenchError(f"{what} give other tokens: row {row}, token {number}: {a} and {b}; nothing was timed")
 
 
 def report(result: ModesResult, model: str) -> Report:
@@ -335,18 +231,6 @@ def report(result: ModesResult, model: str) -> Report:
         "left_out": [asdict(one) for one in result.left_out],
     }
     return Report(f"decode steps of {model}, {result.dtype}, greedy", columns, rows, notes, document)
-
-
-def place(device: torch.device, model: str, dtype: str) -> dict[str, str]:
-    """Where something was measured, and on what."""
-    on_gpu = device.type == "cuda"
-    return {
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "graphs": "CUDA graphs" if on_gpu else TAPE,
-        "torch": torch.__version__,
-        "model": model,
-        "dtype": dtype,
-    }
 
 
 def plot(result: ModesResult, path: Path) -> None:

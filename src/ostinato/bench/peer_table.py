@@ -4,10 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from .modes import place
 from .output import Column, Report
 from .peers import PeersResult
-from .subject import TAPE
+from .subject import TAPE, place
 
 
 def report(result: PeersResult, model: str) -> Report:

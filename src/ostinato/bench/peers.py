@@ -18,7 +18,7 @@ from .. import __version__
 from ..model import Decoder
 from ..runtime.graph_reason import Reason
 from .errors import BenchError
-from .modes import check_mode, make_subject
+from .mode_subjects import check_mode, make_subject
 from .peer_work import Demand, Peer, PeerModel, Work, timed
 from .subject import Subject
 from .timing import read_ceiling

@@ -12,9 +12,10 @@ import torch
 
 from ..model import Decoder
 from .errors import BenchError
-from .modes import CHECKED_STEPS, MODES, LeftOut, affordable, check_mode, graphs_per_step, make_subject, place
+from .mode_subjects import MODES, LeftOut, affordable, check_mode, graphs_per_step, make_subject
+from .modes import CHECKED_STEPS
 from .output import Column, Report
-from .subject import TAPE, Subject
+from .subject import TAPE, Subject, place
 from .timeline import STEP_RANGE, Gap, Span, Step, busy, gaps, layer_of, read_steps
 
 WARM_STEPS = 3

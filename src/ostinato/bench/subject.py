@@ -38,6 +38,18 @@ def load_decoder(model: str | None, shape: str | None, device: torch.device, dty
     return load_model(open_checkpoint(resolve(model)), dtype=wanted, device=device)[0]
 
 
+def place(device: torch.device, model: str, dtype: str) -> dict[str, str]:
+    """Where something was measured, and on what."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "graphs": "CUDA graphs" if on_gpu else TAPE,
+        "torch": torch.__version__,
+        "model": model,
+        "dtype": dtype,
+    }
+
+
 class Subject:
     """An engine with `batch` sequences that have `context` tokens each, and are about to decode.
 
