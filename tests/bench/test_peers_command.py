@@ -113,10 +113,10 @@ def test_vllm_is_started_once_for_all_cells(decoder: Decoder, monkeypatch: pytes
     [options] = started
     assert (options["max_num_seqs"], options["compilation_config"]) == (3, {"cudagraph_capture_sizes": [1, 3]})
     room = peers.WARM_STEPS + 2 + 8
-    assert options["max_model_len"] == 100 + room + 144
+    assert options["max_model_len"] == 100 + room + 104
     tokens = options["kv_cache_memory_bytes"] // decoder.config.kv_bytes_per_token(decoder.dtype)
-    assert tokens >= max(batch * (context + room + 144) for batch, context in cells)
-    assert asked == [(batch, count) for batch, _ in cells for count in (1, *[16, 144] * 3)]
+    assert tokens >= max(batch * (context + room + 104) for batch, context in cells)
+    assert asked == [(batch, count) for batch, _ in cells for count in (1, *[8, 104] * 3)]
 
 
 def test_ostinato_must_run_whole(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

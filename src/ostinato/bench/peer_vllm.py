@@ -11,10 +11,10 @@ from ..model import Decoder
 from .peer_transformers import hf_config
 from .peer_work import Demand, Work
 
-SHORT = 16
+SHORT = 8
 """Tokens of the generation that is subtracted: prompt and start are in both."""
 
-LEAST_STEPS = 128
+LEAST_STEPS = 96
 """Fewer would be lost in how much two generations differ."""
 
 BLOCK = 16
