@@ -69,14 +69,14 @@ class BreakCell:
     cost: float | None = None
 
 
-def _drop(*sizes: int) -> Callable[[Subject], None]:
-    """As if a replay of the buckets of these sizes had failed."""
+def _drop(*sizes: int, reason: Reason = Reason.REPLAY_FAILED) -> Callable[[Subject], None]:
+    """As if the buckets of these sizes had failed for a reason."""
 
     def drop(subject: Subject) -> None:
         graphs = subject.engine.decode_runner.graphs
         assert graphs is not None, "there are buckets"
         for key in [key for config in graphs.configs for key in config.bucket_keys() if key.bs in sizes]:
-            graphs.fail(Path.WHOLE, key, "dropped by ostinato bench break")
+            graphs.fail(Path.WHOLE, key, "dropped by ostinato bench break", reason)
 
     return drop
 
@@ -122,7 +122,8 @@ BREAKS = (
     Break(
         "graphs above their memory budget",
         Reason.OVER_BUDGET,
-        options={"graph_memory_bytes": 1, "capture_sizes": (BATCH,)},  # a smaller one may cost nothing
+        # Not by a budget: what a graph that is dropped leaves in the pool, the next one has for nothing.
+        prepare=_drop(BATCH, SMALLER, reason=Reason.OVER_BUDGET),
     ),
     Break("capture when used, first steps", Reason.WARMUP, options={"capture": "lazy"}, fresh=True),
     Break("piecewise on request", Reason.PIECEWISE, options={"graphs": "piecewise"}),
@@ -130,19 +131,27 @@ BREAKS = (
 )
 
 
-def measure(decoder: Decoder, context: int, steps: int, breaks: Sequence[Break] = BREAKS) -> list[BreakCell]:
+def measure(
+    decoder: Decoder,
+    context: int,
+    steps: int,
+    breaks: Sequence[Break] = BREAKS,
+    keep: Callable[[list[BreakCell]], None] = lambda cells: None,
+) -> list[BreakCell]:
     """Each feature by itself, timed in turns with the plain step.
 
     Args:
         steps: of a turn, of which there are two; 0: nothing is timed.
+        keep: called after every feature.
 
     Raises:
-        BenchError: a step ran for another reason than the feature's.
+        BenchError: steps ran for another reason than their feature's; the others have been measured all the same.
     """
     room = room_of(steps)
     plain = _subject(decoder, PLAIN, context, room) if steps else None
     shared = _subject(decoder, PLAIN, context, room)
-    cells = []
+    cells: list[BreakCell] = []
+    wrong = []
     for one in breaks:
         if one.options or one.prepare is not None:
             subject = _subject(decoder, one, context, room)
@@ -152,29 +161,39 @@ def measure(decoder: Decoder, context: int, steps: int, breaks: Sequence[Break] 
         if one.prepare is not None:
             one.prepare(subject)
         hook = subject.engine.hooks.add(decoder.config.num_layers // 2, _look) if one.hook else None
-        if not one.fresh:
-            subject.step(WARM_STEPS)
-        before, padding = subject.counts(), subject.engine.graph_report().num_padding_rows
-        launches = _can_launch(subject)
-        subject.step(2)
-        ran = _check(subject, before, one)
-        chunks = ran.total() // 2
-        rows = (subject.engine.graph_report().num_padding_rows - padding) // 2
-        path = Path.EAGER if one.reason not in REPLAYS else Path.PIECEWISE if _is_piecewise(one.reason) else Path.WHOLE
-        graphs = 0 if path is Path.EAGER else chunks * (_num_regions(subject) if path is Path.PIECEWISE else 1)
-        median = cost = None
-        if plain is not None and not one.fresh:
-            plain.restart([PLAIN.params] * PLAIN.rows, room)  # as long as the feature's
-            plain.step(WARM_STEPS + 2)
-            times, others = subject.step(steps + 1), plain.step(steps + 1)
-            times, others = times + subject.step(steps + 1), others + plain.step(steps + 1)
-            median = statistics.median(times)
-            cost = median / statistics.median(others)
-            _check(subject, before, one)
+        try:
+            cells.append(_cell(subject, one, plain, steps, room))
+        except BenchError as error:
+            wrong.append(str(error))
         if hook is not None:
             hook.remove()
-        cells.append(BreakCell(one.name, path.value, one.reason.name, graphs, rows, launches, median, cost))
+        keep(cells)
+    if wrong:
+        raise BenchError("; ".join(wrong))
     return cells
+
+
+def _cell(subject: Subject, one: Break, plain: Subject | None, steps: int, room: int) -> BreakCell:
+    if not one.fresh:
+        subject.step(WARM_STEPS)
+    before, padding = subject.counts(), subject.engine.graph_report().num_padding_rows
+    launches = _can_launch(subject)
+    subject.step(2)
+    ran = _check(subject, before, one)
+    chunks = ran.total() // 2
+    rows = (subject.engine.graph_report().num_padding_rows - padding) // 2
+    path = Path.EAGER if one.reason not in REPLAYS else Path.PIECEWISE if _is_piecewise(one.reason) else Path.WHOLE
+    graphs = 0 if path is Path.EAGER else chunks * (_num_regions(subject) if path is Path.PIECEWISE else 1)
+    median = cost = None
+    if plain is not None and not one.fresh:
+        plain.restart([PLAIN.params] * PLAIN.rows, room)  # as long as the feature's
+        plain.step(WARM_STEPS + 2)
+        times, others = subject.step(steps + 1), plain.step(steps + 1)
+        times, others = times + subject.step(steps + 1), others + plain.step(steps + 1)
+        median = statistics.median(times)
+        cost = median / statistics.median(others)
+        _check(subject, before, one)
+    return BreakCell(one.name, path.value, one.reason.name, graphs, rows, launches, median, cost)
 
 
 def room_of(steps: int) -> int:

@@ -128,9 +128,19 @@ def break_(
     on_gpu = target.type == "cuda"
     decoder = load_decoder(model, shape, target, dtype)
     length = context or (1024 if on_gpu else 32)
-    cells = breaks.measure(decoder, length, (20 if on_gpu else 3) if steps is None else steps, breaks.BREAKS)
-    found = breaks.report(cells, target, shape or model or "demo", str(decoder.dtype).removeprefix("torch."))
-    found.show(as_json=json, out=out)
+    dtype_name = str(decoder.dtype).removeprefix("torch.")
+
+    def report(cells: list[breaks.BreakCell]) -> "Report":
+        return breaks.report(cells, target, shape or model or "demo", dtype_name)
+
+    cells = breaks.measure(
+        decoder,
+        length,
+        (20 if on_gpu else 3) if steps is None else steps,
+        breaks.BREAKS,
+        keep=lambda cells: keep(report(cells), out),
+    )
+    report(cells).show(as_json=json, out=out)
     if plot is not None:
         breaks.plot(cells, target, plot)
 
