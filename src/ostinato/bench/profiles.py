@@ -16,7 +16,7 @@ from .mode_subjects import MODES, LeftOut, affordable, check_mode, graphs_per_st
 from .modes import CHECKED_STEPS
 from .output import Column, Report
 from .subject import TAPE, Subject, place
-from .timeline import STEP_RANGE, Gap, Span, Step, busy, gaps, layer_of, read_steps
+from .timeline import STEP_RANGE, Gap, Span, Step, busy, draw, gaps, layer_of, picture, read_steps
 
 WARM_STEPS = 3
 """Under the profiler, before those that count."""
@@ -148,7 +148,8 @@ def record(subject: Subject, steps: int, path: Path) -> None:
 
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if subject.on_gpu else [])]
     with profile(activities=activities) as profiler:
-        subject.step(WARM_STEPS)
+        for _ in range(WARM_STEPS):
+            subject.engine.step()  # without a wait: the device has work when the first step that counts is launched
         for _ in range(steps):
             with record_function(STEP_RANGE):
                 subject.engine.step()
@@ -283,25 +284,7 @@ def at(cell: ProfileCell) -> str:
 
 
 def plot(result: ProfileResult, path: Path) -> None:
-    """One step of each cell: the host's calls above, the device's kernels below; all on one scale of time."""
-    from .output import figure
-
+    """One step of each cell."""
+    parts = [picture(steps) for steps in result.steps]
     on_gpu = result.device.type == "cuda"
-    with figure(path, 10, 1.2 + 1.3 * len(result.steps), len(result.steps), stacked=True) as every:
-        for axes, cell, steps in zip(every, result.cells, result.steps, strict=True):
-            step = steps[len(steps) // 2]
-            begin, end = step.host.start, max(step.host.end, step.kernels[-1].end)
-            launches = [*step.graphs, *step.launches, *step.copies]
-            kernels = [kernel for one in steps for kernel in one.kernels if begin <= kernel.start < end]
-            for row, spans, colours in (
-                (2.0, [step.host], ["0.85"]),
-                (2.0, launches, ["tab:red"]),
-                (1.0, kernels, ["tab:blue", "tab:cyan"]),
-            ):
-                bars = [(span.start - begin, span.length) for span in spans]
-                axes.broken_barh(
-                    bars, (row - 0.4, 0.8), facecolors=[colours[i % len(colours)] for i in range(len(bars))]
-                )
-            axes.set_yticks([2.0, 1.0], ["host: the call and its launches", "GPU: kernels" if on_gpu else "operators"])
-            axes.set_title(at(cell), loc="left", fontsize=9)
-        every[-1].set_xlabel("µs" if on_gpu else "µs (tape on a CPU, no CUDA graphs)")
+    draw(list(zip(map(at, result.cells), parts, strict=True)), path, on_gpu=on_gpu)

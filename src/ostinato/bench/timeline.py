@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.tape_graph import REPLAY_RANGE
+from .output import figure
 
 STEP_RANGE = "ostinato step"
 """Around each step, for the profiler."""
@@ -66,6 +67,40 @@ class Step:
     launches: list[Span]
     copies: list[Span]
     kernels: list[Span]
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What is drawn of a step: starts, from its own, and lengths in microseconds; of kernels all that ran meanwhile."""
+
+    host: list[tuple[float, float]]
+    launches: list[tuple[float, float]]
+    kernels: list[tuple[float, float]]
+
+
+def picture(steps: Sequence[Step]) -> Picture:
+    """Of the step in the middle."""
+    step = steps[len(steps) // 2]
+    begin, end = step.host.start, max(step.host.end, step.kernels[-1].end)
+    kernels = [kernel for one in steps for kernel in one.kernels if begin <= kernel.start < end]
+    rows = [step.host], [*step.graphs, *step.launches, *step.copies], kernels
+    return Picture(*([(span.start - begin, span.length) for span in row] for row in rows))
+
+
+def draw(pictures: Sequence[tuple[str, Picture]], path: Path, *, on_gpu: bool) -> None:
+    """Steps with their titles: the host's calls above, the device's kernels below; all on one scale of time."""
+    with figure(path, 10, 1.2 + 1.3 * len(pictures), len(pictures), stacked=True) as every:
+        for axes, (title, one) in zip(every, pictures, strict=True):
+            for row, bars, colours in (
+                (2.0, one.host, ["0.85"]),
+                (2.0, one.launches, ["tab:red"]),
+                (1.0, one.kernels, ["tab:blue", "tab:cyan"]),
+            ):
+                shown = [colours[i % len(colours)] for i in range(len(bars))]
+                axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=shown)
+            axes.set_yticks([2.0, 1.0], ["host: the call and its launches", "GPU: kernels" if on_gpu else "operators"])
+            axes.set_title(title, loc="left", fontsize=9)
+        every[-1].set_xlabel("µs" if on_gpu else "µs (tape on a CPU, no CUDA graphs)")
 
 
 def read_steps(path: Path, *, on_gpu: bool) -> list[Step]:
