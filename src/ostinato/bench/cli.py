@@ -252,9 +252,9 @@ def peers(
     peer: Annotated[list[Peer] | None, Option(help="Several times. Default: all.")] = None,
     rounds: Annotated[int, Option(min=1, help="Each engine's turns, one after the other.")] = 5,
     steps: Annotated[int | None, Option(min=1, help="Steps of a turn. Default: 20 on a GPU, else 4.")] = None,
-    seconds: Annotated[float | None, Option(min=0.0, help="Begin nothing more after so many.")] = None,
-    out: Annotated[Path | None, output("--out", "-o", metavar="FILE", help="Write the JSON after each cell.")] = None,
+    seconds: Seconds = None,
     json: Json = False,
+    out: Out = None,
     plot: Plot = None,
 ) -> None:
     """Decode steps of other engines beside Ostinato's, taking turns in one process, on the same shapes.
@@ -270,7 +270,7 @@ def peers(
 
     def keep(result: bench.PeersResult) -> None:
         if out is not None:
-            out.write_text(report(result, name).json() + "\n", encoding="utf-8")
+            report(result, name).write(out)
 
     target, name = _device(device), shape or model or "demo"
     chosen = list(dict.fromkeys(one.value for one in peer or Peer))
