@@ -1,0 +1,55 @@
+"""What `ostinato bench` wrote to bench/results on an H200, for the pages that show it.
+
+A result is `h200-COMMAND[-MORE]-SHAPE[-MORE].json`; several of a command and a shape are several runs.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from records import RESULTS
+
+from ostinato.bench.schema import SCHEMAS, check
+
+SHAPES = ("llama-3.2-1b", "llama-3.1-8b")
+COMMITS = RESULTS / "commits.json"
+"""The commit that each result was measured on, by the name of its file."""
+
+Document = dict[str, Any]
+
+
+def files(command: str, shape: str = "") -> list[Path]:
+    """Of one shape, or of all."""
+    return sorted(RESULTS.glob(f"h200-{command}*{f'-{shape}' if shape else ''}*.json"))
+
+
+def results(command: str) -> list[Document]:
+    """Every run of a command, checked, small models first; with `model`, `commit`, and what `more` its name says."""
+    commits = json.loads(COMMITS.read_text())
+    found = []
+    for shape in SHAPES:
+        for path in files(command, shape):
+            document: Document = json.loads(path.read_text())
+            check(document, SCHEMAS[command])
+            more = path.stem.removeprefix(f"h200-{command}").replace(shape, "").strip("-")
+            found.append({**document, "model": shape, "commit": commits.get(path.name), "more": more})
+    return found
+
+
+def cells(command: str) -> list[Document]:
+    """The cells of every run, each with its `model`."""
+    return [{**cell, "model": run["model"]} for run in results(command) for cell in run["cells"]]
+
+
+def where(runs: list[Document]) -> str:
+    """Machines, versions, ceilings and commits of some runs, in one line."""
+    devices = dict.fromkeys(f"{run['where']['device']}, torch {run['where']['torch']}" for run in runs)
+    ceilings = sorted(run["read_ceiling"] / 1e12 for run in runs if "read_ceiling" in run)
+    commits = dict.fromkeys(run["commit"] for run in runs if run["commit"])
+    said = [*devices]
+    if ceilings:
+        low, high = f"{ceilings[0]:.2f}", f"{ceilings[-1]:.2f}"
+        said.append(f"read ceiling {low if low == high else f'{low} to {high}'} TB/s")
+    if commits:
+        said.append(f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}")
+    return "; ".join(said) + "."
