@@ -1,9 +1,14 @@
 """What `ostinato bench` wrote to bench/results on an H200, for the pages that show it.
 
-A result is `h200-COMMAND[-MORE]-SHAPE[-MORE].json`; several of a command and a shape are several runs.
+    python bench/result_files.py COMMIT FILE...
+
+notes the commit that results were measured on. A result is `h200-COMMAND[-MORE]-SHAPE[-MORE].json`; several of a
+command and a shape are several runs.
 """
 
+import hashlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +18,7 @@ from ostinato.bench.schema import SCHEMAS, check
 
 SHAPES = ("llama-3.2-1b", "llama-3.1-8b")
 COMMITS = RESULTS / "commits.json"
-"""The commit that each result was measured on, by the name of its file."""
+"""The commit that each result was measured on, with the digest of its file: other content is of another commit."""
 
 Document = dict[str, Any]
 
@@ -25,15 +30,23 @@ def files(command: str, shape: str = "") -> list[Path]:
 
 def results(command: str) -> list[Document]:
     """Every run of a command, checked, small models first; with `model`, `commit`, and what `more` its name says."""
-    commits = json.loads(COMMITS.read_text())
     found = []
     for shape in SHAPES:
         for path in files(command, shape):
             document: Document = json.loads(path.read_text())
             check(document, SCHEMAS[command])
             more = path.stem.removeprefix(f"h200-{command}").replace(shape, "").strip("-")
-            found.append({**document, "model": shape, "commit": commits.get(path.name), "more": more})
+            found.append({**document, "model": shape, "commit": commit_of(path), "more": more})
     return found
+
+
+def commit_of(path: Path) -> str | None:
+    noted = json.loads(COMMITS.read_text()).get(path.name)
+    return noted["commit"] if noted and noted["sha256"] == digest(path) else None
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def cells(command: str) -> list[Document]:
@@ -53,3 +66,10 @@ def where(runs: list[Document]) -> str:
     if commits:
         said.append(f"commit{'s' if len(commits) > 1 else ''} {', '.join(commits)}")
     return "; ".join(said) + "."
+
+
+if __name__ == "__main__":
+    noted = json.loads(COMMITS.read_text())
+    for name in map(Path, sys.argv[2:]):
+        noted[name.name] = {"commit": sys.argv[1], "sha256": digest(name)}
+    COMMITS.write_text(json.dumps(dict(sorted(noted.items())), indent=2) + "\n")

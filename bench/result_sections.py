@@ -26,14 +26,17 @@ graphs' own Python on the same rows: what differs is the recording alone. Prompt
 BESIDE_THE_GUIDE = """\
 Beside the speed-ups that a well-known text on graphs in serving gives (*CUDA Graphs in Serving*, section 7):
 """
-WHY = """\
+WHY = f"""\
 Why ours are other figures. An eager step takes whatever is longer, the host's launches or the device's kernels; a
-recorded one takes the kernels. So a speed-up is about the host as much as about graphs:
+recorded one takes the kernels. So a speed-up is about the host as much as about graphs. Here a launch goes through
+Triton from Python, on a host that is slow and uneven; the text counts {LAUNCH_US:g} µs a launch, and 350 to 2,000
+kernels a token. Ours are fused and fewer, so that launches as cheap as those would hide behind the kernels: the last
+column.
 """
 AND_SO = """\
-So expect less than this table from an engine whose launches are cheap, and more from a busier host: what a recorded
-step takes does not depend on the host at all. With the batch and with the model kernels take longer, while launches
-take what they took: the speed-up falls. A prompt keeps the device busy for longer than its launches take.
+So expect less from an engine whose launches are cheap, and more from a busier host: what a recorded step takes does not
+depend on the host. With the batch and with the model kernels take longer, while launches take what they took: the
+speed-up falls. A prompt keeps the device busy for longer than its launches take.
 """
 WHAT_IT_COSTS = """\
 An engine started on an empty GPU, without graphs, with piecewise and with whole ones, kernels compiled; the KV cache
@@ -90,16 +93,24 @@ def beside_the_guide() -> Iterator[str]:
             gain = ratio({mode: cell["median_ms"] for mode, cell in one.items()}, "eager", "whole")
             ours = f"{nearest[0]}: {gain}" if gain else ""
         rows.append([what, guide, ours or "not measured"])
-    yield f"{table(['', 'the text', 'here, eager / whole'], rows)}\n\n{WHY}"
-    for model, batch, launches, eager_ms, busy_ms in hosts():
-        each, device = 1e3 * eager_ms / launches, 1e3 * busy_ms / launches
-        cheap = max(launches * LAUNCH_US / 1e3, busy_ms) / busy_ms
-        yield (
-            f"- {model}, batch {batch}: {launches:.0f} launches in {eager_ms:.2f} ms are {each:.0f} µs each, by Triton "
-            f"from Python; the device needs {device:.1f} µs a kernel. At the text's {LAUNCH_US:g} µs a launch the step "
-            f"would be {cheap:.2f} times as fast with a graph: fused kernels are fewer than the text's 350 to 2,000."
-        )
-    yield f"\n{AND_SO}"
+    yield f"{table(['', 'the text', 'here, eager / whole'], rows)}\n"
+    if hosts():
+        head = ["model", "batch", "launches of an eager step", "each on this host, µs", "and on the device, µs",
+                "eager / whole", f"at {LAUNCH_US:g} µs a launch"]  # fmt: skip
+        rows = [
+            [
+                model,
+                str(batch),
+                f"{launches:.0f}",
+                f"{1e3 * eager / launches:.0f}",
+                f"{1e3 * busy / launches:.1f}",
+                f"{eager / whole:.2f}",
+                f"{max(launches * LAUNCH_US / 1e3, busy) / busy:.2f}",
+            ]
+            for model, batch, launches, eager, whole, busy in hosts()
+        ]
+        yield f"{WHY}\n{table(head, rows)}\n"
+    yield AND_SO
 
 
 def by_mode() -> dict[tuple[str, int, int], dict[str, Document]]:
@@ -119,17 +130,18 @@ def prompt_gains() -> list[tuple[str, int, float]]:
     ]
 
 
-def hosts() -> list[tuple[str, int, float, float, float]]:
-    """(model, batch, launches of an eager step, its ms, ms that a whole step keeps the device busy)."""
+def hosts() -> list[tuple[str, int, float, float, float, float]]:
+    """(model, batch, launches of an eager step, its ms, ms of a whole one, ms that this keeps the device busy)."""
     found = []
     profiles: dict[tuple[str, int, str], Document] = {
         (cell["model"], cell["batch"], cell["mode"]): cell for cell in cells("profile") if cell["context"] == CONTEXT
     }
     for (model, batch, mode), cell in profiles.items():
-        eager = by_mode().get((model, CONTEXT, batch), {}).get("eager")
+        one = by_mode().get((model, CONTEXT, batch), {})
         whole = profiles.get((model, batch, "whole"))
-        if mode == "eager" and eager and whole:
-            found.append((model, batch, cell["kernel_launches"], eager["median_ms"], whole["busy_us"] / 1e3))
+        if mode == "eager" and {"eager", "whole"} <= one.keys() and whole:
+            times = one["eager"]["median_ms"], one["whole"]["median_ms"]
+            found.append((model, batch, cell["kernel_launches"], *times, whole["busy_us"] / 1e3))
     return found
 
 
