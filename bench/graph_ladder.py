@@ -1,10 +1,10 @@
 """The whole ladder of graphs of an engine: time, bytes by where they lie, nodes and edges, prediction and outcome.
 
-    python bench/graph_ladder.py OUT.jsonl COMMIT MODEL:MAX_NUM_SEQS:MODE[:profile][,...]
+    python bench/graph_ladder.py OUT.jsonl COMMIT MODEL:MAX_NUM_SEQS:MODE[:profile|:copies][,...]
 
-Kernels are compiled before the clock starts. Weights are random. The KV cache gets what the rehearsal leaves. Of
-piecewise graphs the cost of a copy at a region's end is measured, too. With `profile` all that is told is where the
-Python of a start spends its time.
+Kernels are compiled before the clock starts. Weights are random. The KV cache gets what the rehearsal leaves. With
+`profile` all that is told is where the Python of a start spends its time; with `copies` (MODE is piecewise then), what
+it would cost each region to end in a copy of its outputs.
 """
 
 import cProfile
@@ -12,9 +12,11 @@ import gc
 import json
 import pathlib
 import pstats
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import harness
@@ -25,13 +27,16 @@ from torch import Tensor
 from ostinato.model import SHAPES, Decoder
 from ostinato.runtime import Engine, EngineConfig
 from ostinato.runtime.decode_graphs import DecodeGraphs
+from ostinato.runtime.graph_backend import Graph
 from ostinato.runtime.graph_buckets import capture_sizes
 from ostinato.runtime.graph_manifest import graph_manifest
-from ostinato.runtime.graph_reason import Path
 from ostinato.runtime.piecewise_config import PiecewiseCallInputs, PiecewiseCaptureShape
 from ostinato.weights import dummy_model
 
 COPY_SIZES = (1, 8, 32, 256)
+PAIRS = 100
+QUEUEING_CYCLES = 10_000_000
+"""About 5 ms, in which the host launches the graphs that are timed: small ones are over before the next is launched."""
 SUMMED = ("pool_bytes", "driver_bytes", "output_bytes", "num_copies", "warm_up_seconds", "capture_seconds")
 
 
@@ -41,7 +46,7 @@ def engine_config(name: str) -> EngineConfig:
 
 
 def copy_costs(graphs: DecodeGraphs, sizes: Sequence[int]) -> list[dict[str, Any]]:
-    """Microseconds of each region's graph as it is, and with a copy of all that it puts out at its end."""
+    """Microseconds that each region's graph takes longer if it copies all that it puts out at its end."""
     costs = []
     with graphs.at_rest():
         for region in graphs.regions:
@@ -51,19 +56,42 @@ def copy_costs(graphs: DecodeGraphs, sizes: Sequence[int]) -> list[dict[str, Any
                 [slot] = region.slots(key)
                 call = PiecewiseCallInputs(slot.static_inputs, PiecewiseCaptureShape(key.bs, key.num_tokens))
                 targets = {name: torch.empty_like(output) for name, output in slot.static_outputs.items()}
-                as_it_is = harness.time_graph(slot.graph, replays=40)
-                copied = harness.time_graph(harness.capture(with_copies(region.config.fn, call, targets)), replays=40)
+                copied = harness.capture(with_copies(region.config.fn, call, targets))
                 costs.append(
                     {
                         "region": region.label,
                         "batch_size": key.bs,
+                        "outputs": len(targets),
                         "bytes": sum(target.nbytes for target in targets.values()),
                         "copies": len(region.own_outputs(key)),
-                        "as_it_is_us": round(min(as_it_is.median, as_it_is.again), 2),
-                        "with_copies_us": round(min(copied.median, copied.again), 2),
+                        **compare_graphs(slot.graph, copied),
                     }
                 )
     return costs
+
+
+def compare_graphs(plain: Graph, copied: Graph) -> dict[str, float]:
+    """Microseconds of two graphs that take turns; all launches are queued before the device begins with the first."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * PAIRS + 1)]
+    for graph in (plain, copied):
+        graph.replay()
+    torch.cuda._sleep(QUEUEING_CYCLES)
+    events[0].record()
+    for turn in range(PAIRS):
+        plain.replay()
+        events[2 * turn + 1].record()
+        copied.replay()
+        events[2 * turn + 2].record()
+    torch.cuda.synchronize()
+    times = [1e3 * a.elapsed_time(b) for a, b in pairwise(events)]
+    costs = sorted(b - a for a, b in zip(times[::2], times[1::2], strict=True))
+    return {
+        "as_it_is_us": round(statistics.median(times[::2]), 2),
+        "with_copies_us": round(statistics.median(times[1::2]), 2),
+        "copy_us": round(statistics.median(costs), 2),
+        "p10": round(costs[PAIRS // 10], 2),
+        "p90": round(costs[-1 - PAIRS // 10], 2),
+    }
 
 
 def with_copies(
@@ -106,7 +134,7 @@ def measure(model: Decoder, name: str) -> dict[str, Any]:
         of["counts"] = entry["counts"]  # of the smallest batch, the last one captured
     manifest = graph_manifest(graphs)
     smallest = min(manifest["buckets"], key=lambda bucket: bucket["batch_size"])
-    cell = {
+    return {
         "engine_seconds": round(seconds, 2),
         "start_seconds": report.start_seconds,
         "missing": list(report.missing),
@@ -117,9 +145,13 @@ def measure(model: Decoder, name: str) -> dict[str, Any]:
         "kinds": kinds,
         "smallest": smallest,
     }
-    if report.path is Path.PIECEWISE:
-        cell["copy_costs"] = copy_costs(graphs, COPY_SIZES)
-    return cell
+
+
+def measure_copies(model: Decoder, name: str) -> dict[str, Any]:
+    engine = Engine(model, engine_config(name), tokenizer=None, eos_token_ids=())
+    graphs = engine.decode_runner.graphs
+    assert graphs is not None
+    return {"copy_costs": copy_costs(graphs, COPY_SIZES)}
 
 
 def profile_start(model: Decoder, name: str) -> dict[str, Any]:
@@ -130,6 +162,9 @@ def profile_start(model: Decoder, name: str) -> dict[str, Any]:
     return {"start_seconds": engine.graph_report().start_seconds, "slowest": slowest(profile, 40)}
 
 
+MEASURES = {"": measure, "profile": profile_start, "copies": measure_copies}
+
+
 def main(path: str, commit: str, names: list[str]) -> None:
     compiled = compile_decode(
         (name.split(":")[0], engine_config(name), capture_sizes(None, engine_config(name).max_num_seqs))
@@ -138,7 +173,7 @@ def main(path: str, commit: str, names: list[str]) -> None:
     for name in names:
         model = dummy_model(SHAPES[name.split(":")[0]], dtype=torch.bfloat16, device="cuda")
         try:
-            cell = (profile_start if name.endswith(":profile") else measure)(model, name)
+            cell = MEASURES["".join(name.split(":")[3:])](model, name)
         except Exception as error:  # one cell's failure must not hide the others
             cell = {"error": f"{type(error).__name__}: {error}"}
         with pathlib.Path(path).open("a") as file:
