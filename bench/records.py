@@ -10,9 +10,14 @@ TITLES = {"llama-3.2-1b": "Llama-3.2-1B", "llama-3.1-8b": "Llama-3.1-8B"}
 
 def runs(name: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
     """The header and the cells of one file of records."""
-    lines = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
-    cells = {line["id"]: line for line in lines if "id" in line}
-    return next(line for line in lines if "read_ceiling" in line), cells
+    lines = map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
+    return next(line for line in lines if "read_ceiling" in line), cells(name)
+
+
+def cells(name: str) -> dict[str, dict[str, Any]]:
+    """The cells of one file of records, the last one of each id."""
+    lines = map(json.loads, (RESULTS / f"{name}.jsonl").read_text().splitlines())
+    return {line["id"]: line for line in lines if "id" in line}
 
 
 def environment(header: dict[str, Any]) -> str:

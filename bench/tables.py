@@ -5,6 +5,7 @@ A table stands between `<!-- name -->` and `<!-- /name -->`; everything between 
 
 import json
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,9 +126,10 @@ def gpu_step() -> str:
 TABLES = {"decode_loop": decode_loop, "cpu_generate": cpu_generate, "cpu_load": cpu_load, "gpu_step": gpu_step}
 
 
-def fill(text: str) -> str:
-    """The text with every table rebuilt; fails if a table has no place in it."""
-    for name, make in TABLES.items():
+def fill(page: str, tables: Mapping[str, Callable[[], str]]) -> str:
+    """The text of a page with every table rebuilt; fails if a table has no place in it."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for name, make in tables.items():
         start, end = f"<!-- {name} -->", f"<!-- /{name} -->"
         text, count = re.subn(
             f"{re.escape(start)}.*?{re.escape(end)}",
@@ -136,9 +138,9 @@ def fill(text: str) -> str:
             flags=re.S,
         )
         if count != 1:
-            raise ValueError(f"the text must hold {start} … {end} exactly once, not {count} times")
+            raise ValueError(f"{page} must hold {start} … {end} exactly once, not {count} times")
     return text
 
 
 if __name__ == "__main__":
-    print(fill((ROOT / "README.md").read_text(encoding="utf-8")), end="")
+    print(fill("README.md", TABLES), end="")

@@ -125,7 +125,7 @@ def test_a_page_that_changed_is_named_and_written(cli: Cli, tmp_path: Path, monk
 
 
 def test_mistakes_are_refused(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "made are README.md, docs/kernels.md" in cli("report", "docs/graphs.md").err
+    assert "made are README.md, docs/graphs.md" in cli("report", "docs/decisions.md").err
     monkeypatch.setattr(report, "ROOT", tmp_path)
     run = cli("report", "README.md")
     assert (run.code, run.out) == (2, "")

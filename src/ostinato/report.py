@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PAGES = {
     "README.md": ["bench/tables.py"],
+    "docs/graphs.md": ["bench/graph_tables.py"],
     "docs/kernels.md": ["bench/kernel_tables.py"],
     "docs/models.md": ["bench/model_tables.py"],
     "docs/results.md": ["bench/result_tables.py"],
