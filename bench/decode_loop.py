@@ -39,7 +39,7 @@ from ostinato.runtime.static_buffers import Planner
 from ostinato.runtime.step_state import RowUpdate
 from ostinato.weights import dummy_model
 
-KEYS, WARM_STEPS, STEPS, EAGER_STEPS = 1024, 12, 50, 10
+KEYS, WARM_STEPS, STEPS, EAGER_STEPS = 1024, 12, 50, 30
 BLOCK = 16
 ROOM = KEYS + 256
 PROFILED = 1, 8, 32
@@ -146,7 +146,7 @@ def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, 
     engine = make_engine(model, batch, mode)
     made = time.perf_counter() - before
     start(engine, batch)
-    for _ in range(WARM_STEPS if mode != "eager" else 2):
+    for _ in range(WARM_STEPS):
         engine.step()
     times = []
     steps = STEPS if mode != "eager" else EAGER_STEPS

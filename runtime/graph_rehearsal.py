@@ -22,7 +22,7 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], backend: GraphBackend
         backend: the one that records the real graphs, too. Libraries keep a workspace for each stream that they have
             worked on, so that another capture stream would take more.
     """
-    free_memory(backend.device)
+    _take_workspaces(backend)
     runner, kv_bytes = build()
     graphs = runner.decode_runner.graphs
     assert graphs is not None, "without graphs there is nothing to rehearse"
@@ -33,6 +33,20 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], backend: GraphBackend
     graphs.release()
     del runner, graphs
     return full - memory_parts(backend, None) - MemoryParts(tensors=kv_bytes)
+
+
+@torch.inference_mode()
+def _take_workspaces(backend: GraphBackend) -> None:
+    """Have libraries take their workspaces on both streams now, while all memory that nobody holds is given back.
+
+    Taken in the middle of a rehearsal, one may settle in a segment that a larger tensor has left. The real start would
+    then find other gaps than the rehearsal did, and its tensors other segments.
+    """
+    free_memory(backend.device)
+    ones = torch.ones(16, 16, device=backend.device)
+    torch.mm(ones, ones)
+    with backend.on_capture_stream():
+        torch.mm(ones, ones)
 
 
 def memory_parts(backend: GraphBackend, pool: GraphPool | None) -> MemoryParts:

@@ -65,6 +65,20 @@ def test_engines_come_and_go(model: Decoder, mode: str) -> None:
         assert max(later) - first <= 2 << 20, (kind, used)
 
 
+@pytest.mark.parametrize("mode", ["whole", "piecewise"])
+def test_what_was_predicted_is_taken(model: Decoder, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the allocator's memory; the driver's is shared with whoever else is on the device."""
+    monkeypatch.setattr("ostinato.runtime.engine.kv_cache_bytes", lambda config, device: 1 << 29)
+    sizes: dict[str, Any] = {"kv_cache_memory_bytes": None, "max_num_seqs": 64, "capture_sizes": (1, 64)}
+    ledger = make(model, graphs=mode, **sizes).graph_report().ledger
+    assert ledger is not None
+    predicted, actual = ledger.predicted, ledger.actual
+    assert predicted is not None
+    assert actual is not None
+    assert predicted.pool == actual.pool > 0
+    assert abs(predicted.tensors - actual.tensors) <= 8 << 20, (predicted, actual)
+
+
 def test_captures_that_fail_leave_the_device_as_it_was(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The buckets of two rows fail in the middle of their captures: those of one row and of four are captured, every
     step is served, the thread is on its own stream, and no memory is gone, eight times over."""
