@@ -7,8 +7,9 @@ hook (whole, cut in the middle), eager, or two-slots (whole, each bucket capture
 are in the file already are not measured again.
 
 Weights are random, decoding is greedy, and every sequence starts with 1024 keys. A cell is the time of one step, with
-tokens on the host; `replay` is what a bare replay of the step's graph takes, one after the other, in the same process;
-`launches` is what the driver was asked for in one step, from a profile.
+tokens on the host. Modes of one batch size that follow each other work on one KV cache. `replay` is what a bare replay
+of the step's graph takes, one after the other, in the same process; `launches` is what the driver was asked for in one
+step, from a profile.
 """
 
 import cProfile
@@ -29,7 +30,7 @@ import torch
 from decode_kernels import compile_decode
 
 from ostinato.bench.traffic import step_bytes
-from ostinato.model import SHAPES, Decoder, ModelConfig
+from ostinato.model import SHAPES, Decoder, KVCache, ModelConfig
 from ostinato.runtime import Engine, EngineConfig, SamplingParams
 from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
 from ostinato.runtime.decode_graphs import DecodeSteps
@@ -57,8 +58,9 @@ def engine_config(model: ModelConfig, batch: int, mode: str) -> EngineConfig:
     )
 
 
-def make_engine(model: Decoder, batch: int, mode: str) -> Engine:
-    engine = Engine(model, engine_config(model.config, batch, mode), tokenizer=None, eos_token_ids=())
+def make_engine(model: Decoder, batch: int, mode: str, kv_cache: KVCache | None) -> Engine:
+    config = engine_config(model.config, batch, mode)
+    engine = Engine(model, config, tokenizer=None, eos_token_ids=(), kv_cache=kv_cache)
     if mode == "hook":
         engine.hooks.add(model.config.num_layers // 2, lambda hidden, rows: None)
     if mode == "two-slots":
@@ -139,11 +141,13 @@ def bare_replay(engine: Engine) -> float:
     return harness.time_graph(slot.graph, replays=40).median / 1e3
 
 
-def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, Any]:
+def measure(
+    model: Decoder, batch: int, mode: str, ceiling: float, kv_cache: KVCache | None
+) -> tuple[dict[str, Any], KVCache]:
     gc.collect()
     torch.cuda.empty_cache()
     before = time.perf_counter()
-    engine = make_engine(model, batch, mode)
+    engine = make_engine(model, batch, mode, kv_cache)
     made = time.perf_counter() - before
     start(engine, batch)
     for _ in range(WARM_STEPS):
@@ -177,7 +181,7 @@ def measure(model: Decoder, batch: int, mode: str, ceiling: float) -> dict[str, 
         cell["host_ms"] = host(engine, 10)
     if mode == "whole":
         cell["replay"] = round(bare_replay(engine), 4)
-    return cell
+    return cell, engine._runner._kv_cache
 
 
 def cells_of(names: list[str]) -> list[str]:
@@ -195,8 +199,11 @@ def main(path: str, seconds: float, commit: str, names: list[str]) -> None:
     print(compile_decode(steps), flush=True)
     recorder = harness.Recorder(pathlib.Path(path), seconds, commit)
     model, shape = None, ""
+    kv_cache, rows = None, ""  # of one batch size; where it lies in memory alone makes a percent or two
     for name in recorder.cells(cells, prefix="decode/"):
         wanted, batch, mode = name.split(":")
+        if (wanted, batch) != (shape, rows):
+            kv_cache, rows = None, batch
         if wanted != shape:
             model = None
             gc.collect()
@@ -205,7 +212,7 @@ def main(path: str, seconds: float, commit: str, names: list[str]) -> None:
         assert model is not None
         started = time.perf_counter()
         try:
-            cell = measure(model, int(batch), mode, recorder.ceiling)
+            cell, kv_cache = measure(model, int(batch), mode, recorder.ceiling, kv_cache)
         except Exception as error:  # one cell's failure must not hide the others
             cell = {"error": f"{type(error).__name__}: {error}"}
         cell["cell_s"] = round(time.perf_counter() - started, 2)

@@ -90,15 +90,12 @@ def decode_loop() -> str:
         rows.append([model, str(batch), *(_beside_whole(times, mode) for mode in LOOP_MODES)])
     columns = ["model", "batch", *LOOP_MODES.values()]
     first = runs[0]
-    ceilings = [run["read_ceiling"] / 1e12 for run in runs]
+    ceilings = list(dict.fromkeys(f"{rate / 1e12:.2f}" for rate in sorted(run["read_ceiling"] for run in runs)))
     where = f"{first['device']}, torch {first['torch']}, Triton {first['triton']}, {first['date'][:10]}"
-    commits = ", ".join(run["commit"] for run in runs)
-    kernels = dict.fromkeys(run["kernels"] for run in runs if "kernels" in run)
-    if kernels:
-        commits += f", with the kernels of {', '.join(kernels)}"
+    commits = list(dict.fromkeys(run["commit"][:7] for run in runs))
     return (
-        f"{table(columns, rows)}\n\n{where}; read ceiling {min(ceilings):.2f} to {max(ceilings):.2f} TB/s; "
-        f"commits {commits}; in brackets, times that of the whole step; cells that are empty were not measured"
+        f"{table(columns, rows)}\n\n{where}; read ceiling {' to '.join(ceilings[:1] + ceilings[1:][-1:])} TB/s; "
+        f"commit {', '.join(commits)}; in brackets, times that of the whole step; no figure: not measured"
     )
 
 
