@@ -3,8 +3,9 @@
     python bench/commands.py OUT SECONDS 'modes --shape llama-3.1-8b --batch 1,8 --context 1024' 'cost --shape ...' ...
 
 Only `modes`, `profile`, `break` and `cost`, with `--shape`. What each finds goes to `OUT/h200-COMMAND-SHAPE.json`, with
-`-CONTEXT` at the end where that is not 1024, and traces of `profile` to OUT/traces. No command is begun that is not
-likely to end within SECONDS. Exits with 1 if one failed.
+`-CONTEXT` at the end where that is not 1024 (of `cost` with the sizes that are the default, `-MAX_NUM_SEQS`), and
+traces of `profile` to OUT/traces. No command is begun that is not likely to end within SECONDS. Exits with 1 if one
+failed.
 """
 
 import argparse
@@ -89,7 +90,10 @@ def compile_all(steps: list[Step], prompts: list[tuple[str, int]]) -> None:
 
 
 def run(line: str, asked: argparse.Namespace, out: Path, left: float) -> int:
-    name = f"{asked.command}-{asked.shape}" + (f"-{asked.context}" if asked.context != "1024" else "")
+    more = f"-{asked.context}" if asked.context != "1024" else ""
+    if asked.command == "cost" and not asked.capture_sizes:
+        more += f"-{asked.max_num_seqs}"
+    name = f"{asked.command}-{asked.shape}{more}"
     words = ["bench", *shlex.split(line), "--out", str(out / f"h200-{name}.json")]
     if asked.command in ("modes", "profile"):
         words += ["--seconds", str(left - 5)]

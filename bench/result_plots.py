@@ -1,7 +1,9 @@
 """The plots that pages show, as SVG, each with the digest of the results that it shows in a comment at its end."""
 
 import hashlib
+import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +13,7 @@ from tables import loop_records
 
 from ostinato.bench import modes, peer_table, peers
 from ostinato.bench.output import figure
+from ostinato.bench.timeline import Picture, draw
 
 GPU = torch.device("cuda")
 LOOP = "decode-loop"
@@ -21,18 +24,28 @@ def draw_all(folder: Path) -> None:
     """Those whose results have changed; one of a command and a shape shows all runs of it."""
     folder.mkdir(parents=True, exist_ok=True)
     _draw(folder / f"{LOOP}.svg", [RESULTS / f"h200-{LOOP}.jsonl"], plot_loop)
-    for command, draw in PLOTS.items():
+    for source in RESULTS.glob("h200-timeline-*.json"):
+        _draw(folder / f"{source.stem.removeprefix('h200-')}.svg", [source], partial(plot_steps, source))
+    for command, plot in PLOTS.items():
         for shape in SHAPES:
             if sources := files(command, shape):
                 runs = [run for run in results(command) if run["model"] == shape]
-                _draw(folder / f"{command}-{shape}.svg", sources, lambda path, draw=draw, runs=runs: draw(runs, path))  # type: ignore[misc]
+                _draw(folder / f"{command}-{shape}.svg", sources, partial(plot, runs))
 
 
-def _draw(path: Path, sources: list[Path], draw: Callable[[Path], None]) -> None:
+def _draw(path: Path, sources: list[Path], plot: Callable[[Path], None]) -> None:
     end = f"\n<!-- {hashlib.sha256(b''.join(source.read_bytes() for source in sources)).hexdigest()} -->\n"
     if not path.exists() or not path.read_text().endswith(end):
-        draw(path)
+        plot(path)
         path.write_text(path.read_text().rstrip() + end)
+
+
+def plot_steps(source: Path, path: Path) -> None:
+    """A step of each mode, as bench/timelines.py keeps it."""
+    found = json.loads(source.read_text())
+    draw(
+        [(f"{mode}, batch {found['batch']}", Picture(**one)) for mode, one in found["modes"].items()], path, on_gpu=True
+    )
 
 
 def plot_modes(runs: list[Document], path: Path) -> None:

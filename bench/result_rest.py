@@ -41,8 +41,8 @@ COLUMNS = {
 def remaining_time() -> Iterator[str]:
     floors = list(above_floor())
     if floors:
-        head = ["model", "batch", "whole, ms", "floor, ms", "kernels beyond it, ms", "gaps, ms", "share of the ceiling",
-                "kernels with the largest shares"]  # fmt: skip
+        head = ["model", "context", "batch", "whole, ms", "floor, ms", "kernels beyond it, ms", "gaps, ms",
+                "share of the ceiling", "kernels with the largest shares"]  # fmt: skip
         yield f"{WHERE_IT_IS}\n{table(head, floors)}\n"
         for shape in SHAPES:
             if files("profile", shape):
@@ -70,6 +70,9 @@ def remaining_time() -> Iterator[str]:
         for cell in cells("profile")
     ]
     yield f"{table(head, rows)}\n\n{where(results('profile'))}\n"
+    for shape in SHAPES:
+        if files("timeline", shape):
+            yield plot_link(f"timeline-{shape}", f"launches and kernels of one step in each mode, {shape}")
     if results("kernels"):
         yield from by_part()
 
@@ -86,6 +89,7 @@ def above_floor() -> Iterator[list[str]]:
         most = ", ".join(f"`{kernel['name']}` {100 * kernel['us'] / total:.0f} %" for kernel in kernels[:3])
         yield [
             cell["model"],
+            f"{cell['context']:,}",
             str(cell["batch"]),
             f"{one['median_ms']:.3f}",
             f"{floor:.3f}",
