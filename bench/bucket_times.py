@@ -25,7 +25,7 @@ from ostinato.weights import dummy_model
 SIZES = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, *range(20, 33, 4), 33, *range(36, 65, 4), 65, *range(72, 129, 8))
 """The default list's, and those just above where a launch plan ends."""
 
-KEYS, REPLAYS = 1024, 10
+KEYS, REPLAYS = 1024, 8
 ROOM = 2 * REPLAYS + 8
 BLOCK = 16
 GREEDY = SamplingParams(temperature=0.0)

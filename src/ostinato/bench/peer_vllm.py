@@ -38,22 +38,22 @@ class VllmModel:
         self._steps = max(LEAST_STEPS, demand.room)
         more = SHORT + LEAST_STEPS
         free, total = torch.cuda.mem_get_info() if decoder.device.type == "cuda" else (1, 1)
-        with tempfile.TemporaryDirectory() as folder:
-            hf_config(decoder.config).save_pretrained(folder)
-            self.llm: Any = vllm.LLM(
-                model=folder,
-                load_format="dummy",
-                skip_tokenizer_init=True,
-                generation_config="vllm",
-                dtype=str(decoder.dtype).removeprefix("torch."),
-                max_model_len=demand.reach(more),
-                max_num_seqs=max(demand.batches),
-                block_size=BLOCK,
-                kv_cache_memory_bytes=demand.kv_tokens(more, BLOCK) * decoder.config.kv_bytes_per_token(decoder.dtype),
-                gpu_memory_utilization=0.5 * free / total,  # beside kv_cache_memory_bytes a check at its start alone
-                compilation_config={"cudagraph_capture_sizes": demand.batches},
-                seed=0,
-            )
+        self._folder = tempfile.TemporaryDirectory()  # until the end: what vLLM reads later is not said
+        hf_config(decoder.config).save_pretrained(self._folder.name)
+        self.llm: Any = vllm.LLM(
+            model=self._folder.name,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            generation_config="vllm",
+            dtype=str(decoder.dtype).removeprefix("torch."),
+            max_model_len=demand.reach(more),
+            max_num_seqs=max(demand.batches),
+            block_size=BLOCK,
+            kv_cache_memory_bytes=demand.kv_tokens(more, BLOCK) * decoder.config.kv_bytes_per_token(decoder.dtype),
+            gpu_memory_utilization=0.5 * free / total,  # beside kv_cache_memory_bytes a check at its start alone
+            compilation_config={"cudagraph_capture_sizes": demand.batches},
+            seed=0,
+        )
 
     def at(self, work: Work) -> "VllmPeer":
         return VllmPeer(self.llm, work)
