@@ -94,7 +94,7 @@ def start(engine: Engine, batch: int) -> None:
         sequence.output_texts.append("")
     scheduler.running, scheduler.prefilling = scheduler.prefilling, []
     assert len(scheduler.running) == batch
-    for cache in (*runner._kv_cache.k, *runner._kv_cache.v):
+    for cache in (*runner._pieces.kv_cache.k, *runner._pieces.kv_cache.v):
         cache.normal_()
     blocks = [sequence.blocks for sequence in scheduler.running]
     runner._state.write_rows([RowUpdate(row, row, KEYS, KEYS + 1, held) for row, held in enumerate(blocks)])

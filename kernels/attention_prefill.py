@@ -39,33 +39,50 @@ def attention_prefill_ref(
         window: keys visible at most, the query's own included; None for all.
         out: like `q`, written and returned when given.
     """
-    _, num_kv_heads, block_size, head_dim = k_cache.shape
-    group = q.shape[1] // num_kv_heads
     result = torch.empty_like(q) if out is None else out
+    if seq_lens.shape[0] == 1:  # the numbers stay on the device, so that a graph can hold it
+        return result.copy_(_one_sequence(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q[1:], scale, window))
     offsets, lengths = cu_seqlens_q.tolist(), seq_lens.tolist()
     for seq, (start, stop, length) in enumerate(zip(offsets[:-1], offsets[1:], lengths, strict=True)):
         if start == stop:
             continue
-        table = block_tables[seq : seq + 1, : max(1, -(-length // block_size))]
-        key = torch.arange(table.shape[1] * block_size, device=q.device)
-        position = torch.arange(length - (stop - start), length, device=q.device)[:, None]
-        visible = key <= position
-        if window is not None:
-            visible &= key > position - window
-        hidden = ~visible.any(0, keepdim=True)
-        k, v = gather_blocks(k_cache, table, hidden), gather_blocks(v_cache, table, hidden)
-        queries = q[start:stop].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-        # Heads of one KV head share it by broadcasting: [num_kv_heads, group, n, head_dim] against [.., 1, length, ..].
-        answer = F.scaled_dot_product_attention(
-            queries,
-            k.transpose(0, 1).expand(-1, group, -1, -1),
-            v.transpose(0, 1).expand(-1, group, -1, -1),
-            attn_mask=visible,
-            scale=scale,
-        ).masked_fill_(~visible.any(1)[:, None], 0.0)
-        result[start:stop] = answer.permute(2, 0, 1, 3).reshape(stop - start, -1, head_dim)
+        table = block_tables[seq : seq + 1, : max(1, -(-length // k_cache.shape[2]))]
+        result[start:stop] = _one_sequence(q[start:stop], k_cache, v_cache, table, length, stop - start, scale, window)
     result[offsets[-1] :] = 0.0
     return result
+
+
+def _one_sequence(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    length: Tensor | int,
+    num_queries: Tensor | int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """The attention of a sequence whose queries come first in `q`; what is behind them is padding."""
+    _, num_kv_heads, block_size, head_dim = k_cache.shape
+    group = q.shape[1] // num_kv_heads
+    key = torch.arange(table.shape[1] * block_size, device=q.device)
+    query = torch.arange(q.shape[0], device=q.device)[:, None]
+    position = query + (length - num_queries)
+    visible = (key <= position) & (query < num_queries)
+    if window is not None:
+        visible &= key > position - window
+    hidden = ~visible.any(0, keepdim=True)
+    k, v = gather_blocks(k_cache, table, hidden), gather_blocks(v_cache, table, hidden)
+    queries = q.view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    # Heads of one KV head share it by broadcasting: [num_kv_heads, group, n, head_dim] against [.., 1, length, ..].
+    answer = F.scaled_dot_product_attention(
+        queries,
+        k.transpose(0, 1).expand(-1, group, -1, -1),
+        v.transpose(0, 1).expand(-1, group, -1, -1),
+        attn_mask=visible,
+        scale=scale,
+    ).masked_fill_(~visible.any(1)[:, None], 0.0)
+    return answer.permute(2, 0, 1, 3).reshape(q.shape)
 
 
 def attention_prefill(

@@ -143,6 +143,7 @@ class Capturer:
             runner=runner.name,
             key_info="" if key.cg_key_info is None else str(key.cg_key_info),
             batch_size=key.bs,
+            num_tokens=key.num_tokens,
             pool_bytes=pool_after - pool,
             driver_bytes=(used_after - used) - (held_after - held),
             output_bytes=sum(output.nbytes for output in outputs),

@@ -34,6 +34,9 @@ class EngineConfig:
         capture_sizes: batch sizes to capture, or a file of them, as `ostinato bench capture-list` writes it, which is
             read here; `max_num_seqs` is always one of them. None: 1, 2, 4, 8, then every multiple of 8 up to 256, of
             16 up to 512, of 32 up to 1024 and so on.
+        prompt_capture_sizes: tokens that a prompt which comes alone is padded to, so that it replays one graph; each is
+            captured once `graph_warmup_steps` prompts have been of its size, whatever `capture` says. An empty tuple:
+            prompts run eagerly. None: 16 to 512 on a GPU, an empty tuple on a CPU. Without effect where graphs are off.
         graph_warmup_steps: eager steps of a bucket before a lazy capture, at least 1.
         enable_decode_graphs: None follows `graphs`; False runs eagerly what the graphs would run, on the same padded
             rows; True with `graphs="off"` is an error.
@@ -59,6 +62,7 @@ class EngineConfig:
     graphs: Literal["auto", "whole", "piecewise", "off"] = "auto"
     capture: Literal["startup", "lazy"] = "startup"
     capture_sizes: tuple[int, ...] | str | Path | None = None
+    prompt_capture_sizes: tuple[int, ...] | None = None
     graph_warmup_steps: int = 3
     enable_decode_graphs: bool | None = None
     split_large_batches: bool = True
@@ -103,6 +107,11 @@ class EngineConfig:
             raise ValueError('enable_decode_graphs=True contradicts graphs="off"')
         if self.require_graphs and (self.graphs == "off" or self.enable_decode_graphs is False):
             raise ValueError("require_graphs=True contradicts graphs that are off")
+        if self.prompt_capture_sizes is not None:
+            for size in self.prompt_capture_sizes:
+                if type(size) is not int or size < 1:
+                    raise ValueError(f"prompt_capture_sizes must be whole numbers of at least 1, got {size!r}")
+            object.__setattr__(self, "prompt_capture_sizes", tuple(sorted(set(self.prompt_capture_sizes))))
         if self.capture_sizes is not None:
             object.__setattr__(self, "capture_sizes", capture_sizes(self.capture_sizes, self.max_num_seqs))
 

@@ -21,6 +21,7 @@ from .graph_reason import Path, Reason
 from .piecewise_config import PiecewiseConfig
 from .piecewise_runner import PiecewiseCudaGraphRunner
 from .piecewise_step import PiecewiseStep, region_key
+from .prompt_pieces import PROMPT_WALK, WholePrompt, prompt_inputs
 from .static_buffers import GraphResources, StaticBuffers
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class GraphSettings:
 
     Attributes:
         sizes: batch sizes to capture.
+        prompt_sizes: tokens that a prompt of one sequence is padded to, where it replays a graph; none: it never does.
     """
 
     sizes: tuple[int, ...]
@@ -58,12 +60,13 @@ class GraphSettings:
     budget_bytes: int | None = None
     comm_group: Any = None
     enable_nvtx: bool = False
+    prompt_sizes: tuple[int, ...] = ()
 
 
 class DecodeGraphs:
-    """Everything that replays decode steps of one engine: one pool, one set of buffers.
+    """Everything that replays steps of one engine: one pool, one set of buffers.
 
-    Claims are made here, for the whole-step runner and for all regions, whichever of them is captured first.
+    Claims are made here, for the whole-step runner, all regions and prompts, whichever of them is captured first.
     """
 
     def __init__(self, pieces: DecodePieces, backend: GraphBackend, settings: GraphSettings) -> None:
@@ -75,17 +78,12 @@ class DecodeGraphs:
         buffers, sizes = StaticBuffers(backend.device), settings.sizes
         self.resources = GraphResources(backend, backend.new_pool(), buffers)
         self._capturer = Capturer(backend, backend.device, settings.comm_group, settings.budget_bytes)
-        self.whole = CudaGraphRunner(
-            "decode",
-            WholeDecode(pieces, buffers, sizes, caps_batch_size=settings.caps_batch_size),
-            self.resources,
-            DecodeSteps(),
-            backend.device,
-            None,
-            settings.comm_group,
-            1,
-            settings.enable_nvtx,
+        self.whole = self._whole_runner(
+            "decode", WholeDecode(pieces, buffers, sizes, caps_batch_size=settings.caps_batch_size)
         )
+        self.prompts: CudaGraphRunner | None = None
+        if settings.prompt_sizes:
+            self.prompts = self._whole_runner("prefill", WholePrompt(pieces, buffers, settings.prompt_sizes))
         self.step = PiecewiseStep(
             pieces, buffers, sizes, self._region, lambda key: self._addresses.check(Path.PIECEWISE, key)
         )
@@ -121,7 +119,7 @@ class DecodeGraphs:
 
     @property
     def runners(self) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
-        return [self.whole, *self.regions]
+        return [self.whole, *self.regions, *([self.prompts] if self.prompts is not None else [])]
 
     def capture_path(
         self, path: Path, progress: Progress | None = None, num_warmups: int | None = None
@@ -189,12 +187,12 @@ class DecodeGraphs:
     def drops(self) -> list[str]:
         """Each missing bucket in a sentence."""
         lines = [
-            f"{runner.name} at batch size {key.bs}: {reason.value} ({detail})"
+            f"{runner.name} at {_size(key)}: {reason.value} ({detail})"
             for runner in self.runners
             for key, (reason, detail) in runner.drop_reasons.items()
         ]
         lines += [
-            f"{path} at batch size {key.bs}: {reason.value} ({detail})"
+            f"{path} at {_size(key)}: {reason.value} ({detail})"
             for (path, key), (reason, detail) in self._failed.items()
         ]
         return lines
@@ -205,9 +203,9 @@ class DecodeGraphs:
         for one in same if path is Path.PIECEWISE else [key]:
             self._failed[path, one] = (reason, detail)
         logger.error(
-            "%s: no more graph for batch size %d: %s: %s (%s)",
+            "%s: no more graph for %s: %s: %s (%s)",
             path,
-            key.bs,
+            _size(key),
             reason.value,
             detail,
             self.backend.memory_state(),
@@ -230,7 +228,10 @@ class DecodeGraphs:
         return tuple(cuts) != self.step.cuts and tuple(sorted(set(cuts))) != self.step.cuts
 
     def _of(self, path: Path, key: BucketKey | None = None) -> "list[CudaGraphRunner | PiecewiseCudaGraphRunner]":
-        """The runners of a path, or of one bucket of it."""
+        """The runners of a path, or of one bucket of it. A prompt's is whole, and captured for itself."""
+        if key is not None and key.graph_walk == PROMPT_WALK:
+            assert self.prompts is not None, "a bucket of prompts has a runner"
+            return [self.prompts]
         if path is Path.WHOLE:
             return [self.whole]
         return [*(self.regions if key is None else self.regions_of(key))]
@@ -245,16 +246,58 @@ class DecodeGraphs:
         Args:
             replay_failed: as for `PiecewiseStep.run`.
         """
+        return self._run(self.whole, key, {}, num_rows, eager, replay_failed)
+
+    def run_prompt(
+        self,
+        key: BucketKey,
+        token_ids: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        eager: bool,
+        replay_failed: Callable[[Exception], None],
+    ) -> Tensor:
+        """The logits behind a prompt, `[1, vocab_size]`; its keys and values go to `blocks`.
+
+        Args:
+            replay_failed: as for `PiecewiseStep.run`.
+        """
+        assert self.prompts is not None, "a bucket of prompts has a runner"
+        inputs = prompt_inputs(key, token_ids, blocks, self.pieces.kv_cache.block_size)
+        return self._run(self.prompts, key, inputs, 1, eager, replay_failed)["logits"]
+
+    def _run(
+        self,
+        runner: CudaGraphRunner,
+        key: BucketKey,
+        inputs: dict[str, Tensor],
+        num_rows: int,
+        eager: bool,
+        replay_failed: Callable[[Exception], None],
+    ) -> dict[str, Tensor]:
         if not eager:
             try:
                 self._addresses.check(Path.WHOLE, key)
-                lease = self.whole.lease(key)
-                outputs = self.whole.run_forward(lease, {})
-                self.whole.release(lease, num_rows)
+                lease = runner.lease(key)
+                outputs = runner.run_forward(lease, inputs)
+                runner.release(lease, num_rows)
                 return outputs
             except Exception as error:
                 replay_failed(error)
-        return self.whole.run_eager(key, {})
+        return runner.run_eager(key, inputs)
+
+    def _whole_runner(self, name: str, submodule: WholeDecode | WholePrompt) -> CudaGraphRunner:
+        return CudaGraphRunner(
+            name,
+            submodule,
+            self.resources,
+            DecodeSteps(),
+            self._device,
+            None,
+            self.settings.comm_group,
+            1,
+            self.settings.enable_nvtx,
+        )
 
     def _region(self, label: str, config: PiecewiseConfig) -> PiecewiseCudaGraphRunner:
         return PiecewiseCudaGraphRunner(
@@ -282,6 +325,10 @@ class DecodeGraphs:
     def _zero_sink(self) -> None:
         for cache in (*self.pieces.kv_cache.k, *self.pieces.kv_cache.v):
             cache[SINK_BLOCK].zero_()
+
+
+def _size(key: BucketKey) -> str:
+    return f"{key.num_tokens} tokens" if key.graph_walk == PROMPT_WALK else f"batch size {key.bs}"
 
 
 def runner_key(runner: CudaGraphRunner | PiecewiseCudaGraphRunner, key: BucketKey) -> BucketKey:

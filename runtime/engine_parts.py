@@ -22,6 +22,9 @@ from .step_state import StepState
 
 CPU_KV_CACHE_BYTES = 4 << 30
 
+PROMPT_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""What prompts are padded to on a GPU unless told otherwise. Longer ones keep it busy while the host launches."""
+
 
 def rehearsed_memory(model: Decoder, config: EngineConfig, plan: KVPlan, backend: GraphBackend) -> MemoryParts | None:
     """What everything but the KV cache will take; None where the cache's size does not depend on it."""
@@ -76,6 +79,7 @@ def graph_plan(config: EngineConfig, device: torch.device) -> tuple[DecodePolicy
         path={"off": Path.EAGER, "whole": Path.WHOLE, "piecewise": Path.PIECEWISE}[mode],
         forced=config.enable_decode_graphs is False,
         lazy_steps=max(1, config.graph_warmup_steps) if config.capture == "lazy" else None,
+        prompt_lazy_steps=max(1, config.graph_warmup_steps),
         required=graphs_required(config.require_graphs),
         self_test=device.type == "cuda" if config.graph_self_test is None else config.graph_self_test,
     )
@@ -83,8 +87,17 @@ def graph_plan(config: EngineConfig, device: torch.device) -> tuple[DecodePolicy
         sizes=capture_sizes(config.capture_sizes, config.max_num_seqs),
         caps_batch_size=config.split_large_batches,
         budget_bytes=config.graph_memory_bytes,
+        prompt_sizes=prompt_sizes(config, device),
     )
     return policy, settings
+
+
+def prompt_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+    """The token counts that prompts are padded to for their graphs."""
+    if config.prompt_capture_sizes is not None:
+        return config.prompt_capture_sizes
+    most = min(config.max_num_batched_tokens, config.max_model_len or config.max_num_batched_tokens)
+    return tuple(size for size in PROMPT_SIZES if size <= most) if device.type == "cuda" else ()
 
 
 def kv_cache_bytes(config: EngineConfig, device: torch.device) -> int:

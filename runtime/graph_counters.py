@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from .capture_list import Budget, best_sizes, token_waste
 from .graph_buckets import BucketKey
 from .graph_dispatch import Chunk
-from .graph_reason import REPLAYS, Path, Reason
+from .graph_reason import DROPPED, REPLAYS, Path, Reason
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,8 @@ class GraphCounters:
     """Counts since the engine started.
 
     Attributes:
-        by_reason: chunks of steps (a step is one chunk unless it is split), prompts included.
+        by_reason: chunks of steps (a step is one chunk unless it is split); of prompts only whether they replayed.
+        prompts: batches of prompts, by what decided how they ran.
         batches: how many decode steps had each number of sequences.
         num_padding_rows: rows that were computed for nobody.
         wasted_seconds: of the time of replays and eager steps on a bucket, the share of their padding rows; and what
@@ -40,6 +41,7 @@ class GraphCounters:
     """
 
     by_reason: Counter[Reason] = field(default_factory=Counter)
+    prompts: Counter[Reason] = field(default_factory=Counter)
     batches: Counter[int] = field(default_factory=Counter)
     num_padding_rows: int = 0
     wasted_seconds: float = 0.0
@@ -51,7 +53,7 @@ class GraphCounters:
 
     @property
     def num_decodes(self) -> int:
-        return self.by_reason.total() - self.by_reason[Reason.PREFILL]
+        return self.by_reason.total() - self.by_reason[Reason.PREFILL] - self.by_reason[Reason.PROMPT]
 
     @property
     def num_eager_decodes(self) -> int:
@@ -89,6 +91,13 @@ class GraphCounters:
                 "are, at most, by capture_sizes=%s",
                 *(100 * now, self._steps, 100 * then, tuned),
             )
+
+    def count_prompts(self, reason: Reason) -> None:
+        """A batch of prompts has been run, and why the way it was; logs when a graph that should be there was not."""
+        self.prompts[reason] += 1
+        self.by_reason[Reason.PROMPT if reason is Reason.PROMPT else Reason.PREFILL] += 1
+        if self.prompts[reason] == 1 and reason in DROPPED:
+            logger.warning("prompts run eagerly: %s", reason.value)
 
     def count(self, chunk: Chunk, seconds: float) -> None:
         """A chunk has been run, and its tokens are on the host."""

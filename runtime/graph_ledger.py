@@ -50,6 +50,7 @@ class LedgerEntry:
     runner: str
     key_info: str
     batch_size: int
+    num_tokens: int
     pool_bytes: int
     driver_bytes: int
     output_bytes: int
@@ -115,12 +116,6 @@ class GraphLedger:
     def capture_seconds(self) -> float:
         return sum(entry.capture_seconds for entry in self.entries)
 
-    def forget(self, runner: str, key_info: str, batch_size: int) -> None:
-        """A bucket was dropped after its capture."""
-        self.entries = [
-            e for e in self.entries if (e.runner, e.key_info, e.batch_size) != (runner, key_info, batch_size)
-        ]
-
     def to_dict(self) -> dict[str, Any]:
         return {
             "pool_bytes": self.pool_bytes,
@@ -158,5 +153,6 @@ def _line(entry: LedgerEntry) -> str:
     numbers = entry.num_copies, entry.counts.nodes, entry.counts.programmatic_edges
     counts = (f"{'?' if n is None else n:>8}" for n in numbers)
     times = f"{1e3 * entry.warm_up_seconds:10.1f}{1e3 * entry.capture_seconds:13.1f}"
-    name = f"{entry.runner} {entry.key_info}".strip()[:38]
+    tokens = f"{entry.num_tokens} tokens" if entry.num_tokens > entry.batch_size else ""
+    name = " ".join(part for part in (entry.runner, entry.key_info, tokens) if part)[:38]
     return f"{name:38}{entry.batch_size:6d}{''.join(kib)}{''.join(counts)}{times}"

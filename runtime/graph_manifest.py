@@ -47,7 +47,7 @@ def graph_manifest(graphs: DecodeGraphs) -> Manifest:
 
 
 def diff_manifests(old: Manifest, new: Manifest) -> list[str]:
-    """What differs between two manifests, a sentence each; buckets are matched by runner, key info, size and slot."""
+    """What differs between two manifests, a sentence each; buckets are matched by runner, key info, sizes and slot."""
     before, after = _by_name(old), _by_name(new)
     lines = [f"{name} is gone" for name in before if name not in after]
     lines += [f"{name} is new" for name in after if name not in before]
@@ -73,8 +73,14 @@ def _diff_kernels(was: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[
 
 
 def _by_name(manifest: Manifest) -> dict[str, dict[str, Any]]:
-    names = ("runner", "key_info", "batch_size", "slot")
-    return {" ".join(str(bucket[name]) for name in names): bucket for bucket in manifest["buckets"]}
+    return {_name(bucket): bucket for bucket in manifest["buckets"]}
+
+
+def _name(bucket: dict[str, Any]) -> str:
+    size = bucket["batch_size"]
+    if bucket["num_tokens"] > size:
+        size = f"{size} of {bucket['num_tokens']} tokens"
+    return " ".join(str(part) for part in (bucket["runner"], bucket["key_info"], size, bucket["slot"]))
 
 
 def _facts(tensor: Tensor) -> dict[str, Any]:

@@ -19,11 +19,16 @@ class Reason(StrEnum):
     HOOK = "piecewise around a hook on hidden states"
     LOGITS_PROCESSOR = "piecewise around a logits processor"
     TOKEN_MASK = "piecewise around a mask of allowed tokens"
+    PROMPT = "a prompt in one graph, from its tokens to its logits"
     SPLIT = "several replays: the batch is larger than the largest graph"
 
     OFF = "graphs are off"
     FORCED = "eager on request, on the rows a graph would run"
     PREFILL = "prompts run eagerly"
+    PROMPT_TOO_LONG = "the prompt is longer than the largest graph of prompts"
+    PROMPT_IN_PARTS = "a part of a longer prompt"
+    PROMPTS_TOGETHER = "several prompts in one batch"
+    PROMPT_HOOK = "a hook on hidden states sees prompts, too"
     WARMUP = "the bucket's graph is captured after a few eager steps"
     OVER_LARGEST = "larger than the largest graph, and the buckets are told not to cap the batch"
     NO_BUCKET = "no bucket fits"
@@ -46,6 +51,14 @@ DROPPED = frozenset(
 """Reasons for which a bucket can be missing."""
 
 REPLAYS = frozenset(
-    (Reason.WHOLE, Reason.PIECEWISE, Reason.HOOK, Reason.LOGITS_PROCESSOR, Reason.TOKEN_MASK, Reason.SPLIT)
+    (
+        Reason.WHOLE,
+        Reason.PIECEWISE,
+        Reason.HOOK,
+        Reason.LOGITS_PROCESSOR,
+        Reason.TOKEN_MASK,
+        Reason.SPLIT,
+        Reason.PROMPT,
+    )
 )
 """Reasons of what replays."""

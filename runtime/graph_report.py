@@ -20,6 +20,8 @@ class GraphReport:
         coverage: for each greedy batch size 1 … max, the chunks it runs as.
         missing: a sentence for each bucket that has no graph.
         counts: chunks by reason.
+        prompt_sizes: tokens of the buckets of prompts.
+        prompts: batches of prompts by what decided how they ran.
         region_replays: how often each of the regions that there are now has replayed.
         eager_decodes: decode chunks that ran eagerly though nobody asked for it.
         num_bytes, seconds: what the captures at start took.
@@ -45,6 +47,8 @@ class GraphReport:
     batches: dict[int, int] = field(default_factory=dict)
     replay_milliseconds: dict[int, float] = field(default_factory=dict)
     region_replays: dict[str, int] = field(default_factory=dict)
+    prompt_sizes: tuple[int, ...] = ()
+    prompts: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON would have it; coverage as (buckets, path, reason) of each batch size."""
@@ -65,6 +69,8 @@ class GraphReport:
             "batches": {str(size): count for size, count in self.batches.items()},
             "replay_milliseconds": {str(size): ms for size, ms in self.replay_milliseconds.items()},
             "region_replays": self.region_replays,
+            "prompt_sizes": list(self.prompt_sizes),
+            "prompts": self.prompts,
         }
 
     def __str__(self) -> str:
@@ -79,6 +85,9 @@ class GraphReport:
             lines += ["", "missing:", *(f"  {one}" for one in self.missing)]
         lines += ["", "counts:", *(f"  {count:8d}  {reason}" for reason, count in self.counts.items())]
         lines += ["replays by region:", *(f"  {count:8d}  {name}" for name, count in self.region_replays.items())]
+        if self.prompt_sizes:
+            lines.append(f"prompts, with buckets of {', '.join(map(str, self.prompt_sizes))} tokens:")
+            lines += [f"  {count:8d}  {reason}" for reason, count in self.prompts.items()]
         lines.append(f"padding rows: {self.num_padding_rows}; wasted: {self.wasted_milliseconds:.1f} ms")
         return "\n".join(lines)
 
@@ -102,6 +111,8 @@ def graph_report(runner: DecodeRunner, max_num_seqs: int) -> GraphReport:
         ledger=graphs.ledger if graphs is not None else None,
         batches=dict(sorted(counters.batches.items())),
         replay_milliseconds={size: 1000 * seconds for size, seconds in counters.replay_seconds.items()},
+        prompt_sizes=graphs.settings.prompt_sizes if graphs is not None else (),
+        prompts={reason.name: count for reason, count in sorted(counters.prompts.items())},
         region_replays={region.name: region.counts[Reason.PIECEWISE] for region in graphs.regions} if graphs else {},
     )
 

@@ -1,6 +1,7 @@
 """Every bucket once replayed beside its own Python, on made-up rows: what differs by a bit is not used."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from ..kernels import FIRST_BLOCK, SINK_BLOCK
 from .decode_graphs import DecodeGraphs
 from .graph_buckets import BucketKey
 from .graph_reason import Path, Reason
+from .prompt_pieces import PROMPT_WALK, num_columns
 from .sampling_params import SamplingParams
 
 NUM_READ_BLOCKS = 64
@@ -57,9 +59,12 @@ def _compare(graphs: DecodeGraphs, path: Path, keys: Sequence[BucketKey]) -> Non
     with graphs.at_rest():
         rows = _Rows(graphs, max((key.bs for key in keys), default=0))
         for key in keys:
+            compare = partial(rows.compare, path, key)
+            if key.graph_walk == PROMPT_WALK:
+                compare = partial(_compare_prompt, graphs, key)
             for name, length in (("short", rows.short), ("long", rows.longest)):
                 try:
-                    wrong = rows.compare(path, key, length)
+                    wrong = compare(length)
                 except Exception as error:
                     wrong = [f"that it cannot run: {type(error).__name__}: {error}"]
                 if wrong:
@@ -111,8 +116,7 @@ class _Rows:
         finally:
             for layer, values in zip(layers, held, strict=True):
                 layer[block, :, offset] = values
-        unequal = torch.stack([_differ(one, replayed[name]) for name, one in eager.items()]).tolist()
-        return [name for name, differs in zip(eager, unequal, strict=True) if differs]
+        return _unequal(eager, replayed)
 
     def _run(self, path: Path, key: BucketKey, lens: Tensor, *, eager: bool) -> dict[str, Tensor]:
         """All that a step over rows of these lengths computes, copied."""
@@ -160,6 +164,39 @@ class _Rows:
         table = torch.where(columns[None, :] < last[:, None], read, SINK_BLOCK)
         own, _ = self._slots(lens)
         state.block_tables[:live] = torch.where(columns[None, :] == last[:, None], own[:, None], table).to(torch.int32)
+
+
+def _compare_prompt(graphs: DecodeGraphs, key: BucketKey, length: int) -> list[str]:
+    """What differs on a bucket of prompts, by name; the prompt has about that many tokens, and the bucket padding."""
+    cache, vocab_size = graphs.pieces.kv_cache, graphs.pieces.model.config.vocab_size
+    own = slice(FIRST_BLOCK, min(FIRST_BLOCK + num_columns(key, cache.block_size), cache.num_blocks))
+    blocks = range(own.start, own.stop)
+    token_ids = [i * 37 % vocab_size for i in range(min(length, max(1, key.num_tokens - 1)))]
+    token_ids = token_ids[: len(blocks) * cache.block_size]
+    layers = [*cache.k, *cache.v]
+    held = [layer[own].clone() for layer in layers]
+    failed: list[Exception] = []
+
+    def run(eager: bool) -> dict[str, Tensor]:
+        for layer in layers:
+            layer[own] = torch.nan
+        logits = graphs.run_prompt(key, token_ids, blocks, eager=eager, replay_failed=failed.append)
+        return {"output logits": logits.clone(), "keys and values": torch.stack([layer[own] for layer in layers])}
+
+    try:
+        unequal = _unequal(run(True), run(False))
+    finally:
+        for layer, values in zip(layers, held, strict=True):
+            layer[own] = values
+    if failed:
+        raise failed[0]
+    return unequal
+
+
+def _unequal(some: dict[str, Tensor], others: dict[str, Tensor]) -> list[str]:
+    """The names of the tensors that differ."""
+    unequal = torch.stack([_differ(one, others[name]) for name, one in some.items()]).tolist()
+    return [name for name, differs in zip(some, unequal, strict=True) if differs]
 
 
 def _differ(a: Tensor, b: Tensor) -> Tensor:

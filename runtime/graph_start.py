@@ -22,6 +22,7 @@ class DecodePolicy:
         path: of steps without an eager piece; EAGER: no graphs at all.
         forced: eager, on the rows and buckets that graphs would run.
         lazy_steps: eager steps of a bucket before its capture; None: everything is captured at start.
+        prompt_lazy_steps: prompts of a bucket that run eagerly before its capture, which is never at start.
         required: eager steps that nobody asked for are errors.
         self_test: compare every bucket with its Python, once it is captured.
     """
@@ -29,6 +30,7 @@ class DecodePolicy:
     path: Path = Path.EAGER
     forced: bool = False
     lazy_steps: int | None = None
+    prompt_lazy_steps: int = 1
     required: bool = False
     self_test: bool = False
 

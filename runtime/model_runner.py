@@ -1,22 +1,18 @@
 """From a scheduled batch to sampled tokens: the only place where the runtime runs the model."""
 
-import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from ..model import AttentionMetadata, Decoder, KVCache
+from ..model import Decoder, KVCache
 from .decode_graphs import DecodeGraphs
 from .decode_pieces import DecodePieces
 from .decode_runner import DecodeRunner, Launched
-from .eager_step import run_blocks
-from .graph_dispatch import Chunk
-from .graph_reason import Path, Reason
 from .graph_start import DecodePolicy
-from .interventions import HookRow, Hooks, edit_logits
+from .interventions import Hooks, edit_logits
+from .prompt_runner import PromptRunner
 from .sampler import SampledTokens, Sampler
-from .scheduler import DecodeBatch, PrefillBatch, PrefillChunk
+from .scheduler import DecodeBatch, PrefillBatch
 from .sequence import Sequence, TokenLogprobs
 from .step_state import RowUpdate, StepState
 
@@ -58,13 +54,12 @@ class ModelRunner:
         policy: DecodePolicy | None = None,
         graphs: DecodeGraphs | None = None,
     ) -> None:
-        self._model = model
-        self._kv_cache = kv_cache
         self._state = state
         self._sampler = sampler
-        self._hooks = hooks if hooks is not None else Hooks(model.config.num_layers)
+        hooks, policy = hooks if hooks is not None else Hooks(model.config.num_layers), policy or DecodePolicy()
         self._pieces = DecodePieces(model, kv_cache, state, sampler)
-        self.decode_runner = DecodeRunner(self._pieces, self._hooks, policy or DecodePolicy(), graphs)
+        self.decode_runner = DecodeRunner(self._pieces, hooks, policy, graphs)
+        self._prompt_runner = PromptRunner(self._pieces, hooks, policy, graphs, self.decode_runner.counters)
 
     @torch.inference_mode()
     def run(self, batch: PrefillBatch | DecodeBatch, *, again: bool = False) -> StepResult:
@@ -106,33 +101,10 @@ class ModelRunner:
         self._sampler.reset()
 
     def _prefill(self, batch: PrefillBatch) -> StepResult:
-        chunks = batch.chunks
-        sizes = [chunk.stop - chunk.start for chunk in chunks]
-        ids = [i for chunk in chunks for i in chunk.sequence.prompt_ids[chunk.start : chunk.stop]]
-        width = max(len(chunk.sequence.blocks) for chunk in chunks)
-        # Columns past a sequence's own blocks repeat its first one: they are never visible.
-        tables = [c.sequence.blocks + c.sequence.blocks[:1] * (width - len(c.sequence.blocks)) for c in chunks]
-        metadata = AttentionMetadata(
-            block_tables=self._tensor(tables, torch.int32),
-            seq_lens=self._tensor([chunk.stop for chunk in chunks], torch.int32),
-            cu_seqlens_q=self._tensor([0, *sizes], torch.int32).cumsum(0, dtype=torch.int32),
-        )
-        positions = self._tensor([p for chunk in chunks for p in range(chunk.start, chunk.stop)], torch.int64)
-        started = time.perf_counter()
-        token_ids = self._tensor(ids, torch.int64)
-        preamble = self._model.preamble(token_ids, positions, metadata, self._kv_cache.block_size)
-        spans = _hook_rows(chunks)
-        hidden = run_blocks(self._pieces, preamble.hidden, preamble, metadata, self._hooks, spans)
-        for chunk in chunks:
-            chunk.sequence.num_computed = chunk.stop
-        ends = torch.tensor(sizes).cumsum(0) - 1
-        done = [(chunk.sequence, int(end)) for chunk, end in zip(chunks, ends, strict=True) if chunk.is_last]
-        self.decode_runner.counters.count(
-            Chunk(0, len(chunks), Path.EAGER, Reason.PREFILL), time.perf_counter() - started
-        )
-        if not done:
+        logits = self._prompt_runner.run(batch.chunks)
+        if logits is None:
             return StepResult([], [], [])
-        sequences = [sequence for sequence, _ in done]
+        sequences = [chunk.sequence for chunk in batch.chunks if chunk.is_last]
         rows = [_row(sequence) for sequence in sequences]
         for row, sequence in zip(rows, sequences, strict=True):
             self._sampler.set_row(
@@ -143,10 +115,9 @@ class ModelRunner:
                 sample_index=sequence.sample_index,
                 stop_token_ids=sequence.stop_ids,
             )
-        last = self._tensor([end for _, end in done], torch.int64)
-        logits = self._model.head(hidden[last])
         edit_logits(logits, sequences)
-        sampled = self._sampler.sample(logits, positions[last], rows=rows)
+        positions = torch.tensor([len(s.prompt_ids) - 1 for s in sequences], device=logits.device)
+        sampled = self._sampler.sample(logits, positions, rows=rows)
         sampled_ids = sampled.token_ids.tolist()
         self._state.write_rows(
             [
@@ -167,18 +138,6 @@ class ModelRunner:
         for sequence in batch.sequences:
             sequence.num_computed += 1
         return StepResult(batch.sequences, token_ids, logprobs)
-
-    def _tensor(self, values: list[int] | list[list[int]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._model.device)
-
-
-def _hook_rows(chunks: list[PrefillChunk]) -> tuple[HookRow, ...]:
-    rows, start = [], 0
-    for chunk in chunks:
-        s, stop = chunk.sequence, start + chunk.stop - chunk.start
-        rows.append(HookRow(start, stop, chunk.start, s.prompt_ids, s.output_ids, s.sample_index))
-        start = stop
-    return tuple(rows)
 
 
 def _row(sequence: Sequence) -> int:

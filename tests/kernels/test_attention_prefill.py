@@ -86,9 +86,26 @@ def test_the_neighbours_and_the_place_of_a_sequence_change_no_bit(paged: Callabl
     q = torch.randn(10, 4, 16)
     together = attention_prefill_ref(q, *paged(keys, values, 4).tensors(), offsets([4, 3, 3]), 0.25)
     for seq, rows in enumerate((slice(0, 4), slice(4, 7), slice(7, 10))):
-        alone = paged(keys[seq : seq + 1], values[seq : seq + 1], 4, seed=9).tensors()
-        result = attention_prefill_ref(q[rows], *alone, offsets([rows.stop - rows.start]), 0.25)
+        k, v, table, lens = paged(keys[seq : seq + 1], values[seq : seq + 1], 4, seed=9).tensors()
+        table = table[:, : -(-len(keys[seq]) // 4)]  # alone, it is attended to over its whole table
+        result = attention_prefill_ref(q[rows], k, v, table, lens, offsets([rows.stop - rows.start]), 0.25)
         assert torch.equal(result, together[rows])
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize(("length", "num_queries"), [(9, 9), (9, 2), (1, 1), (0, 0), (8, 5)])
+def test_a_sequence_alone_may_have_padding_behind_it_and_a_table_beyond_it(
+    length: int, num_queries: int, window: int | None, paged: Callable[..., Any], assert_near: Callable[..., None]
+) -> None:
+    """Its numbers stay on the device, so that a recording serves every prompt of a bucket."""
+    keys, values = (dense([length, 3], 2, 16, torch.float32) for _ in "kv")
+    k, v, table, lens = paged(keys, values, 4, poison=float("nan")).tensors()
+    q = torch.randn(num_queries + 3, 4, 16)
+    q[num_queries:] = float("nan")
+    exact = attention_prefill_ref(q, k, v, table, lens, offsets([num_queries, 0]), 0.25, window=window)
+    alone = attention_prefill_ref(q, k, v, table[:1], lens[:1], offsets([num_queries]), 0.25, window=window)
+    assert_near(alone, exact, ULPS)
+    assert torch.equal(alone[num_queries:], torch.zeros(3, 4, 16))
 
 
 @pytest.mark.parametrize("window", [None, 4], ids=["all keys", "window 4"])

@@ -186,7 +186,7 @@ class Inside:
 def inside() -> Callable[[Engine], Inside]:
     def look(engine: Engine) -> Inside:
         scheduler, runner = engine._scheduler, engine._runner
-        return Inside(engine, scheduler, scheduler._allocator, runner._state, runner._kv_cache)
+        return Inside(engine, scheduler, scheduler._allocator, runner._state, runner._pieces.kv_cache)
 
     return look
 
@@ -194,10 +194,10 @@ def inside() -> Callable[[Engine], Inside]:
 @pytest.fixture(scope="session")
 def make_engine() -> Callable[..., Engine]:
     """`make_engine(model, eos=(), tokenizer=None, **config)`: an engine of 16-token blocks that does one step after the
-    other, without graphs, on any device, unless the config differs."""
+    other, without graphs (of prompts in any case), on any device, unless the config differs."""
 
     def make(model: Any, *, eos: tuple[int, ...] = (), tokenizer: Any = None, **sizes: Any) -> Engine:
-        plain = {"graphs": "off", "graph_self_test": False, "run_ahead": False}
+        plain = {"graphs": "off", "prompt_capture_sizes": (), "graph_self_test": False, "run_ahead": False}
         small = {"block_size": 16, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 20}
         config = EngineConfig(**(plain | small | sizes))
         return Engine(model, config, tokenizer=tokenizer, eos_token_ids=eos)

@@ -116,7 +116,7 @@ def shared(
 def everything(engine: Engine) -> list[Tensor]:
     """All device state that a step may change, the sink aside."""
     runner = engine._runner
-    caches = [cache[SINK_BLOCK + 1 :].clone() for cache in (*runner._kv_cache.k, *runner._kv_cache.v)]
+    caches = [cache[SINK_BLOCK + 1 :].clone() for cache in (*runner._pieces.kv_cache.k, *runner._pieces.kv_cache.v)]
     return [*caches, *(tensor.clone() for tensor in runner._state.row_tensors())]
 
 
@@ -135,7 +135,7 @@ def test_eager_on_bucket_is_piecewise_is_whole(
     }.items():
         one = shared(**config)
         with torch.inference_mode():
-            for cache in (*one._runner._kv_cache.k, *one._runner._kv_cache.v):
+            for cache in (*one._runner._pieces.kv_cache.k, *one._runner._pieces.kv_cache.v):
                 cache[SINK_BLOCK + 1 :] = 0.0
         sequences = generate(one, *requests(num_rows, FEATURES[feature]))
         runs[name] = results(sequences), everything(one)
@@ -213,7 +213,7 @@ def test_the_alias_checker_names_an_output_in_the_pool(
 def test_b37_padding_rows_write_to_the_sink_alone(engine: Callable[..., Engine], mode: str) -> None:
     """B37: a bucket of 4, 3 live rows, a cache full of a sentinel: 3 slots change, and the sink."""
     one = engine(graphs=mode)
-    caches = (*one._runner._kv_cache.k, *one._runner._kv_cache.v)
+    caches = (*one._runner._pieces.kv_cache.k, *one._runner._pieces.kv_cache.v)
     with torch.inference_mode():
         for cache in caches:
             cache.fill_(12345.0)
@@ -257,7 +257,7 @@ def test_poison_between_steps_changes_no_token(
 def test_the_sink_is_zero_after_captures_and_rows_are_as_before(engine: Callable[..., Engine]) -> None:
     one = engine()
     runner = one._runner
-    for cache in (*runner._kv_cache.k, *runner._kv_cache.v):
+    for cache in (*runner._pieces.kv_cache.k, *runner._pieces.kv_cache.v):
         assert cache[SINK_BLOCK].eq(0).all()
     assert runner._state.seq_lens.eq(0).all()
     assert runner._state._step.item() == 0

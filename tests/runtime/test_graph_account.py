@@ -65,7 +65,7 @@ def test_the_ledger_has_every_graph_and_adds_up(engine: Make) -> None:
 
 def test_a_ledger_in_numbers() -> None:
     def entry(pool: int, driver: int) -> LedgerEntry:
-        return LedgerEntry("decode", "", 1, pool, driver, 7, 1, GraphCounts(5, 4, 3), 0.5, 0.25)
+        return LedgerEntry("decode", "", 1, 1, pool, driver, 7, 1, GraphCounts(5, 4, 3), 0.5, 0.25)
 
     ledger = GraphLedger([entry(100, 10), entry(0, -4)], buffer_bytes=1000, device_bytes=150)
     assert ledger.graph_bytes == 100 + 10 + 7 + 0 + 0 + 7
@@ -120,7 +120,7 @@ def test_the_self_test_passes_and_leaves_no_trace(engine: Make, mode: str, caplo
 def test_the_self_test_refuses_a_graph_that_differs(engine: Make, mode: str) -> None:
     """The head's graph was captured with other Python than the head has: one bucket, its reason said."""
     one = engine(graphs=mode)
-    graphs, model = graphs_of(one), one._runner._model
+    graphs, model = graphs_of(one), one._runner._pieces.model
     real = model.head
 
     def other_head(hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -148,7 +148,7 @@ def test_the_self_test_refuses_a_graph_that_differs(engine: Make, mode: str) -> 
 
 def test_what_moved_since_the_capture_is_found_at_the_first_replay(engine: Make) -> None:
     one = engine()
-    model = one._runner._model
+    model = one._runner._pieces.model
     model.norm_weight.data = model.norm_weight.data.clone()
     [sequence] = one.create([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=3))
     one.add(sequence)
@@ -204,7 +204,7 @@ def test_a_late_capture_is_compared_and_leaves_sequences_alone(engine: Make, mod
 def test_a_late_capture_that_differs_is_not_used(engine: Make) -> None:
     """Its Python is another at the capture than later: the step is eager, with the tokens of no graph at all."""
     one = engine(capture="lazy", graph_warmup_steps=1, graph_self_test=True)
-    model, capture = one._runner._model, graphs_of(one).capture_bucket
+    model, capture = one._runner._pieces.model, graphs_of(one).capture_bucket
     real = model.head
 
     def captured_otherwise(path: Path, key: Any) -> bool:

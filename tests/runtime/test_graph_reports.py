@@ -63,7 +63,7 @@ def device_state(engine: Engine) -> list[torch.Tensor]:
     runner = engine._runner
     state, sampler = runner._state, runner._sampler
     rows = [*state.row_tensors(), *sampler.row_tensors(), state._sampled, state._step]
-    return [*runner._kv_cache.k, *runner._kv_cache.v, *rows]
+    return [*runner._pieces.kv_cache.k, *runner._pieces.kv_cache.v, *rows]
 
 
 def is_cache(tensor: torch.Tensor) -> bool:
@@ -150,7 +150,7 @@ def test_no_address_that_a_graph_reads_changes_while_serving(build: Build, gener
 
     def addresses() -> list[int]:
         buffers = graphs_of(engine).resources.buffers.tensors.values()
-        weights = engine._runner._model.parameters()
+        weights = engine._runner._pieces.model.parameters()
         return [tensor.data_ptr() for tensor in (*device_state(engine), *buffers, *weights)]
 
     before = addresses()

@@ -56,7 +56,7 @@ def engine(model: Decoder) -> Iterator[Callable[..., Engine]]:
         name = str(config)
         if name not in made:
             sizes = {"max_num_seqs": 32, "max_model_len": 512, "block_size": 16, "capture_sizes": SIZES}
-            config = {"graphs": "whole", "kv_cache_memory_bytes": 1 << 30} | sizes | config
+            config = {"graphs": "whole", "prompt_capture_sizes": (), "kv_cache_memory_bytes": 1 << 30} | sizes | config
             made[name] = Engine(model, EngineConfig(**config), tokenizer=None, eos_token_ids=())
         return made[name]
 
@@ -101,7 +101,7 @@ def test_eager_on_bucket_is_piecewise_is_whole(engine: Callable[..., Engine], nu
     }.items():
         one = engine(**config)
         assert graphs_of(one).drops() == []
-        caches = (*one._runner._kv_cache.k, *one._runner._kv_cache.v)
+        caches = (*one._runner._pieces.kv_cache.k, *one._runner._pieces.kv_cache.v)
         with torch.inference_mode():
             for cache in caches:
                 cache[FIRST_BLOCK:] = 0.0
@@ -192,7 +192,7 @@ def test_poison_changes_no_token(engine: Callable[..., Engine], mode: str) -> No
         graphs.backend.fill_pool(graphs.resources.pool, 0xFF)
         for buffer in graphs.resources.buffers.tensors.values():
             buffer.fill_(torch.nan if buffer.is_floating_point() else 7)
-        for cache in (*one._runner._kv_cache.k, *one._runner._kv_cache.v):
+        for cache in (*one._runner._pieces.kv_cache.k, *one._runner._pieces.kv_cache.v):
             cache[:FIRST_BLOCK] = torch.nan
         dead = state.seq_lens == 0
         state.token_ids[dead], state.positions[dead] = 12345, 300
@@ -200,7 +200,7 @@ def test_poison_changes_no_token(engine: Callable[..., Engine], mode: str) -> No
 
     assert results(run(one, requests(11, params), poison)) == exact
     with torch.inference_mode():
-        for cache in (*one._runner._kv_cache.k, *one._runner._kv_cache.v):
+        for cache in (*one._runner._pieces.kv_cache.k, *one._runner._pieces.kv_cache.v):
             assert cache[0].isnan().all(), "nobody writes to the canary"
             cache[:FIRST_BLOCK] = 0.0
     state.clear_rows(list(range(32)))
