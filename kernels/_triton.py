@@ -11,8 +11,8 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_TRITON", "INTERPRETED", "cdiv", "device_name", "has_pdl", "next_power_of_2", "num_multiprocessors",
-           "on_triton", "shared_memory", "tl", "triton"]  # fmt: skip
+__all__ = ["HAVE_TRITON", "INTERPRETED", "cdiv", "current_stream", "device_name", "has_pdl", "next_power_of_2",
+           "num_multiprocessors", "on_triton", "shared_memory", "tl", "triton"]  # fmt: skip
 
 try:
     import triton
@@ -66,6 +66,11 @@ def cdiv(number: int, size: int) -> int:
 def next_power_of_2(number: int) -> int:
     """The least power of two that is not below `number`, which is positive; see `cdiv`."""
     return 1 << (number - 1).bit_length()
+
+
+def current_stream(device_index: int) -> int:
+    """The handle of torch's current stream on a CUDA device."""
+    return int(torch._C._cuda_getCurrentRawStream(device_index))
 
 
 @cache

@@ -193,8 +193,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         qkv = self.project_qkv(hidden)
         context = self.attend(qkv, preamble, metadata, k_cache, v_cache)
-        hidden = self.add_attention(context, hidden)
-        return self.add_mlp(self.project_gate_up(hidden), hidden, out)
+        hidden = self.add_attention(context, hidden)  # a new tensor, which the MLP may be added to
+        return self.add_mlp(self.project_gate_up(hidden), hidden, hidden if out is None else out)
 
     def project_qkv(self, hidden: Tensor) -> Tensor:
         eps = self.config.norm_eps

@@ -31,14 +31,17 @@ class Kernel:
         kernel = self
 
         class Compiled:
-            def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-                return lambda *args: kernel.again.append((grid, args))
+            function, packed_metadata = "function", "metadata"
+
+            def run(self, x: int, y: int, z: int, *args: Any) -> None:
+                kernel.again.append(((x, y, z), args))
 
         return Compiled()
 
 
 @pytest.fixture
-def kernel() -> Kernel:
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(_triton, "current_stream", lambda index: f"stream of {index}")
     return Kernel()
 
 
@@ -55,8 +58,8 @@ def test_again_is_as_the_first_time(kernel: Kernel) -> None:
     assert (grid, args[1:]) == ((5,), (None, 4, 6))
     assert named == {"BLOCK": 8, "PDL": False, "num_warps": 4, "launch_pdl": False}
     ((grid, args),) = kernel.again
-    assert args[0] is y
-    assert (grid, args[1:]) == ((5, 1, 1), (None, 4, 6, 8, False))
+    assert (grid, args[:6]) == ((5, 1, 1), ("stream of None", "function", "metadata", None, None, None))
+    assert args[6:] == (y.data_ptr(), None, 4, 6, 8, False)
 
 
 @pytest.mark.parametrize(
