@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ..model import Decoder
+from ..runtime import EngineConfig
 from .errors import BenchError
 from .mode_subjects import MODES, LeftOut, affordable, check_mode, graphs_per_step, make_subject
 from .output import Column, Report
@@ -16,7 +17,9 @@ from .timing import read_ceiling
 from .traffic import step_bytes
 
 PREFILLS = 3
-"""Of each mode, in turns, behind one that is not timed."""
+"""Of each mode, in turns, behind those of which the last has its graph captured."""
+
+UNTIMED_PREFILLS = EngineConfig.graph_warmup_steps + 1
 
 EAGER_SHARE = 3
 """An eager turn has this part of the steps of another."""
@@ -120,7 +123,9 @@ def _cell(
     subjects: dict[str, Subject] = {}
     kv_cache, tokens, at = None, {}, f"batch {batch}, context {context}"
     for mode in modes:  # each fills the cache anew, and then writes what the one before wrote, or its tokens differ
-        subject = subjects[mode] = make_subject(decoder, batch, context, mode, room, kv_cache=kv_cache)
+        subject = subjects[mode] = make_subject(
+            decoder, batch, context, mode, room, kv_cache=kv_cache, prompt_capture_sizes=(context,) if prompts else ()
+        )
         kv_cache = subject.kv_cache
         subject.step(CHECKED_STEPS)
         tokens[mode] = [row[: CHECKED_STEPS + 1] for row in subject.tokens()]
@@ -134,7 +139,7 @@ def _cell(
             times[mode] += subjects[mode].step(turns[mode] + 1)
     ran = {mode: subject.counts() - before[mode] for mode, subject in subjects.items()}
     prefills: dict[str, list[float]] = {mode: [] for mode in modes}
-    for _ in range(1 + prompts if prompts else 0):
+    for _ in range(UNTIMED_PREFILLS + prompts if prompts else 0):
         for mode in modes:
             prefills[mode].append(subjects[mode].prefill())
     medians = {mode: statistics.median(times[mode]) for mode in modes}
@@ -162,7 +167,7 @@ def _cell(
                 graph_bytes=summary.num_bytes,
                 capture_seconds=summary.seconds,
                 start_seconds=subject.start_seconds,
-                prefill_ms=statistics.median(prefills[mode][1:]) if prompts else None,
+                prefill_ms=statistics.median(prefills[mode][UNTIMED_PREFILLS:]) if prompts else None,
             )
         )
     return cells
@@ -216,7 +221,7 @@ def report(result: ModesResult, model: str) -> Report:
     where = place(result.device, model, result.dtype)
     notes = [
         f"{where['device']}, torch {where['torch']}; tokens of all modes equal, every step in its mode",
-        "a prompt: one of the context, to its first token; prompts run eagerly in every mode",
+        "a prompt: one of the context, to its first token; in one graph, but for eager steps and where it takes parts",
         f"read ceiling {result.read_ceiling / 1e9:.1f} GB/s; lazy: captured when first used",
     ]
     notes += [f"batch {one.batch}, context {one.context}: {one.why}" for one in result.left_out]
