@@ -33,8 +33,7 @@ from ostinato.bench.traffic import step_bytes
 from ostinato.model import SHAPES, Decoder, KVCache, ModelConfig
 from ostinato.runtime import Engine, EngineConfig, SamplingParams
 from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
-from ostinato.runtime.decode_graphs import DecodeSteps
-from ostinato.runtime.decode_pieces import WholeDecode
+from ostinato.runtime.decode_pieces import DecodeSteps, WholeDecode
 from ostinato.runtime.graph_reason import Path
 from ostinato.runtime.static_buffers import Planner
 from ostinato.runtime.step_state import RowUpdate
@@ -181,7 +180,7 @@ def measure(
         cell["host_ms"] = host(engine, 10)
     if mode == "whole":
         cell["replay"] = round(bare_replay(engine), 4)
-    return cell, engine._runner._kv_cache
+    return cell, engine._runner._pieces.kv_cache
 
 
 def cells_of(names: list[str]) -> list[str]:

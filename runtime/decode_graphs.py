@@ -12,7 +12,7 @@ from torch import Tensor
 from ..kernels import SINK_BLOCK
 from .bucket_capture import Capturer, CaptureSummary, Progress
 from .cuda_graph_runner import CudaGraphRunner
-from .decode_pieces import WALK, DecodePieces, WholeDecode, decode_configs
+from .decode_pieces import WALK, DecodePieces, DecodeSteps, WholeDecode, decode_configs
 from .graph_addresses import Addresses
 from .graph_backend import GraphBackend
 from .graph_buckets import BucketKey
@@ -25,25 +25,6 @@ from .prompt_pieces import PROMPT_WALK, WholePrompt, prompt_inputs
 from .static_buffers import GraphResources, StaticBuffers
 
 logger = logging.getLogger(__name__)
-
-
-class DecodeSteps:
-    """The declare → plan → commit road of decode steps: rows live on the device, and the host plans nothing."""
-
-    def open_rows(self, rids: Sequence[int]) -> None:
-        """A dead row of the step state needs no storage."""
-
-    def reset_rows(self, rids: Sequence[int], free: bool) -> None:
-        """A dead row does not advance, so it is at rest."""
-
-    def declare(self, graph_walk: str, rows: Any, metadata: Any) -> None:
-        """Block tables and lengths are on the device already."""
-
-    def plan(self, step: Any, target: Any) -> None:
-        """Kernels read lengths on the device."""
-
-    def commit(self, step: Any) -> None:
-        """The last piece of the step commits, on the device."""
 
 
 @dataclass(frozen=True)

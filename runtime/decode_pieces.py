@@ -1,6 +1,7 @@
 """A decode step as pieces over the step state: preamble, blocks, head, sample and commit."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,25 @@ class DecodePieces:
         sampled = self.sample(self.model.head(hidden), road, out)
         self.commit(sampled.token_ids)
         return sampled
+
+
+class DecodeSteps:
+    """The declare → plan → commit road of recorded steps: rows live on the device, and the host plans nothing."""
+
+    def open_rows(self, rids: Sequence[int]) -> None:
+        """A dead row of the step state needs no storage."""
+
+    def reset_rows(self, rids: Sequence[int], free: bool) -> None:
+        """A dead row does not advance, so it is at rest."""
+
+    def declare(self, graph_walk: str, rows: Any, metadata: Any) -> None:
+        """Block tables and lengths are on the device already."""
+
+    def plan(self, step: Any, target: Any) -> None:
+        """Kernels read lengths on the device."""
+
+    def commit(self, step: Any) -> None:
+        """The last piece of the step commits, on the device."""
 
 
 class WholeDecode:

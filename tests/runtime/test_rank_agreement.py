@@ -73,7 +73,7 @@ STAGES = ("warm-up", "begin", "mid-capture", "end", "instantiate")
 
 FAILING_CAPTURES = """
     from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
-    from ostinato.runtime.decode_graphs import DecodeSteps
+    from ostinato.runtime.decode_pieces import DecodeSteps
     from ostinato.runtime.dummy_rows import RowInputs
     from ostinato.runtime.graph_buckets import CudaGraphConfig
     from ostinato.runtime.static_buffers import GraphResources, StaticBuffers
