@@ -141,11 +141,12 @@ def test_a_capture_is_in_ledger_manifest_and_proof(engine: Make, generate: Gener
     assert not graphs.prompts.any_graphs
 
 
-def test_a_late_capture_leaves_sequences_alone(engine: Make, generate: Generate) -> None:
+@pytest.mark.parametrize("run_ahead", [False, True], ids=["one step after the other", "one step ahead"])
+def test_a_late_capture_leaves_sequences_alone(engine: Make, generate: Generate, run_ahead: bool) -> None:
     """One decodes while the bucket of another's prompt is captured and compared."""
     params = SamplingParams(temperature=0.0, max_tokens=12)
     [expected] = generate(engine(graphs="off"), (prompt(30), params))
-    one = engine(graph_self_test=True)
+    one = engine(graph_self_test=True, run_ahead=run_ahead)
     generate(one, (prompt(6), ONE))
     [long], [short] = one.create(prompt(30), params), one.create(prompt(5), ONE)
     one.add(long)
