@@ -5,7 +5,7 @@ the GGUF file holds them and once with the weights rounded to bfloat16, and the 
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from ostinato import LLM, EngineConfig, SamplingParams
+from ostinato import LLM, EngineConfig, RequestError, SamplingParams
+from ostinato.runtime.sampler import Sampler
 from ostinato.weights import open_checkpoint
 
 pytestmark = pytest.mark.demo
@@ -89,3 +91,85 @@ def test_greedy_tokens_on_cuda(demo_path: Path, graphs: str) -> None:
     llm = LLM(demo_path, device="cuda", dtype="float32", config=replace(CONFIG, graphs=graphs))
     entries = REFERENCE["greedy_float32_weights"]
     assert greedy(llm, entries) == [entry["output_ids"] for entry in entries]
+
+
+# Every token judged by the reference. A token is right if the reference samples it behind the tokens in front of it, or
+# would, were its logit higher by as much as logits may be off. That is the rule for near-ties, whichever parameters.
+
+SAMPLED = SamplingParams(
+    temperature=0.9, top_k=200, top_p=0.95, min_p=0.001, repetition_penalty=1.1, frequency_penalty=0.2, seed=7,
+    max_tokens=32, min_tokens=24,
+)  # fmt: skip
+
+
+def misses(reference: LLM, prompt_ids: list[int], output_ids: list[int], params: SamplingParams, off: float) -> int:
+    """How many tokens are right by their near-ties alone; fails on one that is not right."""
+    sampler = Sampler(1, reference.model_config.vocab_size, device="cpu")
+    ends = reference._engine.eos_token_ids
+    num_misses = 0
+
+    def token(given: Sequence[int], logits: Tensor) -> int:
+        sampler.set_row(0, params, params.seed or 0, prompt_ids, given, stop_token_ids=ends)
+        position = torch.tensor([len(prompt_ids) + len(given) - 1])
+        return int(sampler.sample(logits[None], position).token_ids)
+
+    def judge(prompt: Sequence[int], given: Sequence[int], logits: Tensor) -> None:
+        nonlocal num_misses
+        step = len(given)
+        chosen = output_ids[step]
+        if token(given, logits) != chosen:
+            num_misses += 1
+            raised = logits.clone()
+            raised[chosen] += off
+            assert token(given, raised) == chosen, f"token {step} is {chosen}, by far not the reference's"
+        logits.fill_(-torch.inf)
+        logits[chosen] = 0.0  # and on with what is judged
+
+    forced = SamplingParams(temperature=0.0, max_tokens=len(output_ids), ignore_eos=True, logits_processors=[judge])
+    [again] = reference.generate(prompt_ids, forced)
+    assert again.outputs[0].token_ids == output_ids
+    return num_misses
+
+
+@pytest.fixture(scope="module")
+def bfloat16_reference(bfloat16_folder: Path) -> LLM:
+    """The weights of bfloat16, computed with in float32."""
+    return LLM(bfloat16_folder, device="cpu", dtype="float32", config=CONFIG)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "off", "most"), [("float32", 0.002, 1), ("bfloat16", 0.5, 16)])
+@pytest.mark.parametrize("params", [replace(SAMPLED, temperature=0.0), SAMPLED], ids=["greedy", "seeded"])
+def test_every_token_of_a_gpu_is_the_reference_s_or_a_near_tie(
+    bfloat16_folder: Path, bfloat16_reference: LLM, params: SamplingParams, dtype: str, off: float, most: int
+) -> None:
+    """Prompts alone, so that they are recorded, and together; sampling and decode in graphs.
+
+    `off`: float32 sums in another order; bfloat16 of logits around 16 has steps of 1/8, and 30 layers of roundings.
+    `most`: of some 320 tokens; others are equal.
+    """
+    config = replace(CONFIG, graph_warmup_steps=1, kv_cache_memory_bytes=2**30)
+    llm = LLM(bfloat16_folder, device="cuda", dtype=dtype, config=config)
+    prompts = [entry["prompt_ids"] for entry in REFERENCE["greedy_bfloat16_weights"][:8]]
+    outputs = [llm.generate(prompt, params)[0] for prompt in prompts[:3]] + llm.generate(prompts, params)
+    report = llm.graph_report()
+    assert report.eager_decodes == 0
+    assert report.prompts["PROMPT"] >= 1
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    num_misses = sum(
+        misses(bfloat16_reference, prompt, ids, params, off)
+        for prompt, ids in zip(prompts[:3] + prompts, tokens, strict=True)
+    )
+    assert num_misses <= most
+
+
+@pytest.mark.parametrize("params", [replace(SAMPLED, temperature=0.0), SAMPLED], ids=["greedy", "seeded"])
+def test_the_rule_takes_the_reference_s_tokens_and_no_other(gguf_llm: LLM, params: SamplingParams) -> None:
+    prompt = REFERENCE["greedy_float32_weights"][5]["prompt_ids"]
+    params = replace(params, max_tokens=5, min_tokens=0)
+    [output] = gguf_llm.generate(prompt, params)
+    ids = output.outputs[0].token_ids
+    assert misses(gguf_llm, prompt, ids, params, 0.0) == 0
+    wrong = [*ids[:3], ids[3] + 1, *ids[4:]]
+    with pytest.raises(RequestError, match="token 3 is"):
+        misses(gguf_llm, prompt, wrong, params, 0.5)
