@@ -31,12 +31,22 @@ same kernel for one query, else in one before it.
 PROMPTS = """
 ### Whole prompts
 
-From token ids to the logits behind the last token, random weights, launched one by one, as the engine does. *Host* is
-how long launching takes; beside it the same launches in one graph, which the engine does not do. *Share* is of the rate
-of a product of 8192 x 8192 matrices in the same process.
+From token ids to the logits behind the last token, random weights, launched one by one. *Host* is how long launching
+takes; beside it the same launches in one graph. *Share* is of the rate of a product of 8192 x 8192 matrices in the same
+process.
 
 | model | tokens | ms | host, ms | one graph, ms | TFLOP/s | share |
 |---|---|---|---|---|---|---|"""
+
+THROUGH_AN_ENGINE = """
+### Prompts through an engine
+
+One prompt at a time, launched one by one and in one graph (`docs/graphs.md`, "Prompts"), in turns in one process.
+*Logits*: from the scheduled prompt to its logits on the device; *host*: how long of it the host is busy; *token*: from
+the request to its first token on the host, sampling and scheduling included. {environment}
+
+| model | tokens | one by one: logits, ms | host | token | one graph: logits, ms | host | token |
+|---|---|---|---|---|---|---|---|"""
 
 
 def prefill() -> Iterator[str]:
@@ -61,6 +71,17 @@ def prefill() -> Iterator[str]:
             times = " | ".join(f"{cell[key] / 1e3:.2f}" for key in ("median", "host", "graph"))
             share = 100 * cell["flops"] / cell["median"] * 1e6 / cell["matmul"]
             yield f"| {TITLES[model]} | {tokens} | {times} | {rate(cell)} | {share:.1f} % |"
+    yield from through_an_engine()
+
+
+def through_an_engine() -> Iterator[str]:
+    header, cells = runs("h200-prompts")
+    yield THROUGH_AN_ENGINE.format(environment=environment(header))
+    prompts = {name.rsplit("/", 1)[0] for name in cells}
+    for name in sorted(prompts, key=lambda name: (list(TITLES).index(name.split(":")[0]), numbers(name))):
+        model, tokens = name.split(":")
+        both = [cells[f"{name}/{way}"][key] / 1e3 for way in ("eager", "graph") for key in ("logits", "host", "median")]
+        yield f"| {TITLES[model]} | {tokens} | {' | '.join(f'{time:.2f}' for time in both)} |"
 
 
 def verification(cells: Cells) -> Iterator[str]:
