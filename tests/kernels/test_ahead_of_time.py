@@ -1,5 +1,6 @@
-"""Every kernel that a decode step launches, compiled for devices that are not here."""
+"""Every kernel, as the launchers would launch it, compiled for devices that are not here."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -17,7 +18,8 @@ pytest.importorskip("triton")
 from ostinato import kernels
 from ostinato.model import SHAPES
 
-BENCH = Path(__file__).parents[2] / "bench"
+ROOT = Path(__file__).parents[2]
+BENCH = ROOT / "bench"
 STATIC = {"weight_ptr", "norm_weight_ptr"}  # what a kernel may read before its wait
 
 
@@ -94,17 +96,23 @@ FILTERED = kernels.SampleSteps(random=True, top_k=True, top_p=True)
 EVERYTHING = kernels.SampleSteps(True, True, True, True, True, True, True)
 SAMPLING = {90: (32, EVERYTHING), 80: (1, FILTERED), 100: (1, FILTERED)}
 
-# Batches on either side of every road and tile; the H200's tables hold for 90 alone, the rest is rules.
+# Batches on either side of every road, tile and table; the H200's tables hold for 90 alone, the rest is rules.
 CONFIGURATIONS = {
-    90: [(model, batch) for model in ("smollm2-135m", "llama-3.2-1b", "llama-3.1-8b") for batch in (1, 2, 8, 32)],
-    80: [("smollm2-135m", 1), ("llama-3.2-1b", 8)],
-    100: [("smollm2-135m", 1), ("llama-3.2-1b", 8)],
+    90: [
+        *[(model, batch) for model in ("llama-3.2-1b", "llama-3.1-8b") for batch in (1, 2, 8, 16, 32, 64)],
+        *[("smollm2-135m", batch) for batch in (1, 8, 64)],
+        ("llama-3.2-3b", 2),
+        ("qwen3-8b", 1),
+        ("qwen3-8b", 16),
+    ],
+    80: [("smollm2-135m", 1), ("llama-3.2-1b", 8), ("llama-3.1-8b", 1), ("llama-3.1-8b", 33)],
+    100: [("smollm2-135m", 1), ("llama-3.2-1b", 8), ("llama-3.1-8b", 1), ("llama-3.1-8b", 33)],
 }
 # A long prompt, and a few queries of each of eight sequences.
 PROMPTS = {
     90: [("smollm2-135m", 1, 600), ("llama-3.1-8b", 1, 600), ("llama-3.1-8b", 8, 4), ("llama-3.2-1b", 8, 16)],
-    80: [("llama-3.1-8b", 1, 600)],
-    100: [("llama-3.1-8b", 1, 600)],
+    80: [("llama-3.1-8b", 1, 600), ("llama-3.1-8b", 8, 4)],
+    100: [("llama-3.1-8b", 1, 600), ("llama-3.1-8b", 8, 4)],
 }
 
 
@@ -117,6 +125,18 @@ def compiled(request: pytest.FixtureRequest) -> list[tuple[Any, Any]]:
     unique = list({launch.key: launch for launch in launches}.values())
     results = aot.compile_everywhere(unique, (architecture,), len(os.sched_getaffinity(0)))
     return list(zip(unique, results, strict=True))
+
+
+def test_every_kernel_of_the_package_is_among_them(compiled: list[tuple[Any, Any]]) -> None:
+    """A kernel is what may wait for the one before; what has no such switch is called by one."""
+    kernels_of_files = {
+        function.name
+        for path in (ROOT / "kernels").glob("*.py")
+        for function in ast.parse(path.read_text()).body
+        if isinstance(function, ast.FunctionDef) and "PDL" in [argument.arg for argument in function.args.args]
+    }
+    assert kernels_of_files
+    assert kernels_of_files == {launch.name for launch, _ in compiled}
 
 
 def test_compiles_without_spills(compiled: list[tuple[Any, Any]], record_property: Any) -> None:

@@ -4,10 +4,11 @@ The interpreter needs TRITON_INTERPRET=1 before the import, so it has a pytest p
 tests/kernels/test_interpreter.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.utils.deterministic
 
 from ostinato.kernels._triton import INTERPRETED
 
@@ -38,6 +39,29 @@ def device(place: tuple[str, torch.dtype]) -> str:
 @pytest.fixture
 def dtype(place: tuple[str, torch.dtype]) -> torch.dtype:
     return place[1]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory() -> Iterator[None]:
+    """Through the interpreter, whatever a launcher allocates is NaN, or an integer's largest, until it is written."""
+    if not INTERPRETED:
+        yield
+        return
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def vast(device: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> Callable[..., torch.Tensor]:
+    """`vast(*shape)` is memory that nobody has touched; on a CPU only the pages exist that a test then touches."""
+
+    def make(*shape: int) -> torch.Tensor:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+            return torch.empty(shape, dtype=dtype, device=device)
+
+    return make
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.kernels import (
@@ -23,7 +24,10 @@ Near = Callable[[Tensor, Tensor], None]
 
 
 class Batch:
-    """Random sequences in a cache that is NaN wherever no key lies, with tables whose tails name a NaN block."""
+    """Random sequences in a cache that is NaN wherever no key lies, with tables whose tails name a NaN block.
+
+    The strides of the two caches differ, and tables lie in wider ones, as a step's do in those of the whole engine.
+    """
 
     def __init__(
         self, draw: Draw, lengths: list[int], heads: int, kv_heads: int, head_dim: int, block_size: int
@@ -32,7 +36,7 @@ class Batch:
         columns = max(1, *(-(-length // block_size) for length in lengths)) + 2
         num_blocks = 3 + len(lengths) * columns
         shape = kv_cache_shape(num_blocks, block_size, kv_heads, head_dim)
-        self.k_cache, self.v_cache = draw(*shape), draw(*shape)
+        self.k_cache, self.v_cache = draw(*shape), draw(num_blocks, kv_heads + 1, block_size, head_dim)[:, 1:]
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         tables = (torch.randperm(num_blocks - 3) + 3)[: len(lengths) * columns].view(len(lengths), columns)
         used = torch.zeros(num_blocks, block_size, dtype=torch.bool)
@@ -45,7 +49,7 @@ class Batch:
         for cache in (self.k_cache, self.v_cache):
             cache.masked_fill_(~used[:, None, :, None].to(device), float("nan"))
             cache[SINK_BLOCK] = 0.0
-        self.tables = tables.to(device, torch.int32)
+        self.tables = F.pad(tables, (1, 2), value=2).to(device, torch.int32)[:, 1:-2]
         self.slots = torch.tensor(
             [int(tables[row, max(n - 1, 0) // block_size]) * block_size + max(n - 1, 0) % block_size
              for row, n in enumerate(lengths)], device=device,
@@ -58,10 +62,11 @@ SHAPES = [
     pytest.param([1, 37, 0, 200], 9, 3, 64, 16, None, id="smollm2"),
     pytest.param([300, 5], 8, 2, 128, 32, None, id="group4-d128"),
     pytest.param([130], 3, 3, 80, 16, None, id="mha-d80"),
-    pytest.param([65, 64], 4, 2, 96, 64, 50, id="group2-d96-window"),
+    pytest.param([65, 0, 64], 4, 2, 96, 64, 50, id="group2-d96-window"),
     pytest.param([40, 129], 5, 1, 112, 128, 128, id="group5-d112-window"),
     pytest.param([33], 7, 1, 256, 16, None, id="group7-d256"),
     pytest.param([90, 17], 24, 1, 64, 16, 1, id="group24-window1"),
+    pytest.param([50, 3], 9, 1, 192, 64, None, id="group9-d192"),
     pytest.param([20], 8, 1, 32, 16, 7, id="group8-d32"),
 ]
 
@@ -98,7 +103,7 @@ def test_rotary_attention_decode(
     Without norms they are the same bits; a norm is summed in another order by another number of warps.
     """
     batch = Batch(draw, lengths, heads, kv_heads, head_dim, block_size)
-    qkv = draw(len(lengths), (heads + 2 * kv_heads) * head_dim)
+    qkv = draw(len(lengths), (heads + 2 * kv_heads) * head_dim + 5)[:, 2:-3]
     angle = torch.rand(len(lengths), head_dim // 4) * 6
     cos, sin = angle.cos().to(qkv.device), angle.sin().to(qkv.device)
     norms = {"q_norm_weight": draw(head_dim), "k_norm_weight": draw(head_dim), "norm_eps": 1e-6} if qk_norm else {}
@@ -171,12 +176,29 @@ def test_every_plan(
     assert_near(batch.v_cache.nan_to_num(), wide[1].nan_to_num())
 
 
-def test_blocks_past_two_to_the_31_elements(device: str, dtype: torch.dtype, draw: Draw, assert_near: Near) -> None:
+def test_shares_are_merged_in_several_looks(draw: Draw, assert_near: Near, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shares than the merge holds at once; the largest score comes last in one row, and first in the other."""
+    monkeypatch.setattr(
+        sys.modules["ostinato.kernels.attention_decode"], "attention_plan", lambda *_: AttentionPlan(16, 1, 2, 64)
+    )
+    batch = Batch(draw, [700, 330], 2, 1, 16, 16)
+    for row, slope in enumerate((0.004, -0.004)):
+        for key in range(int(batch.seq_lens[row])):
+            batch.k_cache[int(batch.tables[row, key // 16]), 0, key % 16] = slope * key
+    q = draw(2, 2, 16).abs()
+    args = (batch.tables, batch.seq_lens, batch.scale)
+    out = attention_decode(q, batch.k_cache, batch.v_cache, *args)
+    assert_near(out, attention_decode_ref(q.double(), batch.k_cache.double(), batch.v_cache.double(), *args))
+
+
+def test_blocks_past_two_to_the_31_elements(
+    device: str, dtype: torch.dtype, draw: Draw, vast: Draw, assert_near: Near
+) -> None:
     """B44: block 131072 of [blocks, 8, 16, 128] begins at element 2**31. On the CPU only the pages touched exist."""
     shape = kv_cache_shape(131074, 16, 8, 128)
     if dtype == torch.float32:
         shape = kv_cache_shape(65538, 32, 8, 128)
-    k_cache, v_cache = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    k_cache, v_cache = vast(*shape), vast(*shape)
     block_size, last = shape[2], shape[0] - 1
     q, k, v = draw(2, 8, 128), draw(2, 8, block_size, 128), draw(2, 8, block_size, 128)
     k_cache[last - 1 :], v_cache[last - 1 :] = k, v
@@ -188,6 +210,11 @@ def test_blocks_past_two_to_the_31_elements(device: str, dtype: torch.dtype, dra
     qkv, still = draw(2, 24 * 128), torch.ones(2, 64, device=device)
     slots = tables[:, 0].long() * block_size + 3
     rotary_kv_write(qkv, still, 0 * still, slots, k_cache, v_cache)
+    assert torch.equal(k_cache[tables[:, 0].long(), :, 3], qkv.view(2, 24, 128)[:, 8:16])
+    assert torch.equal(v_cache[tables[:, 0].long(), :, 3], qkv.view(2, 24, 128)[:, 16:])
+    lens.fill_(4)  # so that this slot is the newest key's
+    qkv = draw(2, 24 * 128)
+    rotary_attention_decode(qkv, still, 0 * still, slots, k_cache, v_cache, tables, lens, 0.1)
     assert torch.equal(k_cache[tables[:, 0].long(), :, 3], qkv.view(2, 24, 128)[:, 8:16])
     assert torch.equal(v_cache[tables[:, 0].long(), :, 3], qkv.view(2, 24, 128)[:, 16:])
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ostinato.kernels import attention_decode, attention_prefill, attention_prefill_ref, kv_cache_shape
@@ -17,13 +18,18 @@ MODULE = "ostinato.kernels.attention_prefill"
 
 
 class Batch:
-    """Random sequences of (cached, new) tokens in a cache that is NaN wherever no key lies."""
+    """Random sequences of (cached, new) tokens in a cache that is NaN wherever no key lies.
+
+    Both caches lie in one pool, and tables in wider ones, as a step's do in those of the whole engine.
+    """
 
     def __init__(
         self, draw: Draw, paged: Paged, counts: list[tuple[int, int]], kv_heads: int, head_dim: int, block_size: int
     ) -> None:
         keys, values = ([draw(cached + new, kv_heads, head_dim) for cached, new in counts] for _ in "kv")
-        self.k_cache, self.v_cache, self.tables, self.seq_lens = paged(keys, values, block_size).tensors()
+        k_cache, v_cache, tables, self.seq_lens = paged(keys, values, block_size).tensors()
+        self.k_cache, self.v_cache = torch.stack((k_cache, v_cache), 1).unbind(1)
+        self.tables = F.pad(tables, (1, 2))[:, 1:-2]
         self.offsets = torch.tensor([0, *(new for _, new in counts)]).cumsum(0).to(self.tables)
         self.num_tokens = int(self.offsets[-1])
         self.scale = head_dim**-0.5
@@ -46,6 +52,7 @@ SHAPES = [
     pytest.param([(2, 33), (129, 2)], 5, 1, 112, 128, 24, id="group5-d112-window"),
     pytest.param([(16, 8)], 7, 1, 256, 16, None, id="group7-d256"),
     pytest.param([(9, 11), (0, 1)], 24, 1, 64, 16, 1, id="group24-window1"),
+    pytest.param([(20, 13)], 9, 1, 192, 64, None, id="group9-d192"),
     pytest.param([(6, 20)], 8, 1, 20, 16, 7, id="group8-d20"),
 ]
 FIELDS = ("counts", "heads", "kv_heads", "head_dim", "block_size", "window")
@@ -88,8 +95,21 @@ def test_every_plan(
         plan = replace(plan, block_m=min(32, plan.block_m), block_n=16, num_warps=8)
     monkeypatch.setattr(sys.modules[MODULE], "prefill_plan", lambda *_: plan)
     batch = Batch(draw, paged, counts, kv_heads, head_dim, block_size)
-    q = draw(batch.num_tokens, heads, head_dim)
+    q = draw(batch.num_tokens + 2, heads, head_dim)  # two of padding
     assert_near(batch.attend(q, window=window), batch.truth(q, window))
+
+
+def test_shares_without_keys_change_no_bit(
+    draw: Draw, paged: Paged, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B47: two tiles of keys, shared out to two programs or to eight."""
+    batch = Batch(draw, paged, [(50, 3), (6, 2)], 1, 16, 16)
+    q, results = draw(batch.num_tokens, 2, 16), []
+    for splits in (2, 8):
+        plan = PrefillPlan(16, 32, 4, 2, splits)
+        monkeypatch.setattr(sys.modules[MODULE], "prefill_plan", lambda *_, plan=plan: plan)
+        results.append(batch.attend(q))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("queries", [3, pytest.param(16, marks=pytest.mark.gpu)])
@@ -117,10 +137,12 @@ def test_many_sequences(draw: Draw, paged: Paged, assert_near: Near) -> None:
     assert_near(batch.attend(q), batch.truth(q))
 
 
-def test_blocks_past_two_to_the_31_elements(device: str, dtype: torch.dtype, draw: Draw, assert_near: Near) -> None:
+def test_blocks_past_two_to_the_31_elements(
+    device: str, dtype: torch.dtype, draw: Draw, vast: Draw, assert_near: Near
+) -> None:
     """B44: block 131072 of [blocks, 8, 16, 128] begins at element 2**31. On the CPU only the pages touched exist."""
     shape = kv_cache_shape(131074, 16, 8, 128) if dtype.itemsize == 2 else kv_cache_shape(65538, 32, 8, 128)
-    k_cache, v_cache = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    k_cache, v_cache = vast(*shape), vast(*shape)
     last = shape[0] - 1
     q, k, v = draw(5, 8, 128), draw(2, *shape[1:]), draw(2, *shape[1:])
     k_cache[last - 1 :], v_cache[last - 1 :] = k, v

@@ -82,6 +82,17 @@ def test_strided_rows(tokens: int, draw: Draw, assert_near: Near) -> None:
     assert_near(residual, truth)
 
 
+@pytest.mark.parametrize("plan", [GEMV, TENSOR, SPLIT, SLICES], ids=["gemv", "tensor", "split", "slices"])
+def test_nothing_around_a_matrix_reaches_the_result(plan: LinearPlan, draw: Draw, assert_near: Near) -> None:
+    """B48: tokens and weights, gates and ups among them, lie in buffers of NaN; chunks reach past the columns."""
+    made = arguments(draw, 4, 20, 150, "norm swiglu bias residual")
+    for name, (rows, columns) in (("x", made["x"].shape), ("weight", made["weight"].shape)):
+        buffer = draw(rows + 3, columns + 11).fill_(float("nan"))
+        buffer[1:-2, 3:-8] = made[name]
+        made[name] = buffer[1:-2, 3:-8]
+    assert_near(linear_planned(LinearCall(**made), plan), linear_ref(**wide(made)))
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 4, 5, 16, 33, 64, 65])
 def test_planned_by_itself(tokens: int, draw: Draw, assert_near: Near) -> None:
     made = arguments(draw, tokens, 20, 64, "norm swiglu")

@@ -20,10 +20,12 @@ from ostinato.kernels import (
     residual_add_ref,
     rms_norm,
     rms_norm_ref,
+    rotary_kv_write,
     rotary_rows,
     rotary_rows_ref,
     slot_mapping,
     slot_mapping_ref,
+    swiglu,
     update_rows,
     update_rows_ref,
 )
@@ -55,6 +57,26 @@ def test_add_rms_norm_equals_its_parts(draw: Draw) -> None:
     assert same is residual
     assert torch.equal(again, normed)
     assert torch.equal(residual, total)
+
+
+@pytest.mark.parametrize("op", ["rms_norm", "residual_add", "rotary_kv_write"])
+def test_a_norm_is_rounded_before_the_product_with_its_weight(op: str, draw: Draw, dtype: torch.dtype) -> None:
+    """B59: the order of the Llama family. The other changes a quarter of all elements; a sum in another order hardly
+    any."""
+    half = torch.float16 if dtype == torch.float32 else dtype
+    x, weight = draw(32, 96).to(half), draw(96).to(half)
+    expected = rms_norm_ref(x, weight, 1e-5)
+    if op == "rms_norm":
+        result = rms_norm(x, weight, 1e-5)
+    elif op == "residual_add":
+        result = residual_add(x, torch.zeros_like(x), norm_weight=weight, norm_eps=1e-5)
+    else:
+        caches = [torch.zeros(4, 1, 16, 96, dtype=half, device=x.device) for _ in "kv"]
+        still, slots = torch.zeros(32, 0, device=x.device), torch.arange(16, 48, device=x.device)
+        norms = {"q_norm_weight": weight, "k_norm_weight": weight, "norm_eps": 1e-5}
+        result = rotary_kv_write(x.repeat(1, 3), still, still, slots, *caches, **norms)[:, 0]
+        assert torch.equal(caches[0][1:3, 0].flatten(0, 1), result)
+    assert (result != expected).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.22])
@@ -116,7 +138,8 @@ def test_rotary_rows(device: str) -> None:
 @pytest.mark.parametrize("packed", [False, True], ids=["decode", "packed"])
 def test_slot_mapping(packed: bool, device: str) -> None:
     """Positions past the table's reach and tokens past the last query offset go to the sink."""
-    tables = (torch.randperm(40).view(4, 10)[:, :7] + 2).to(device, torch.int32)
+    tables = (torch.randperm(40).view(4, 10) + 2).to(device, torch.int32)[:, :7]  # of wider ones
+    tables[1, 1] = 2**31 - 1  # B44: whose slots need more than 32 bits
     positions = torch.tensor([0, 16, 111, 112, 5, 6][: 6 if packed else 4], device=device)
     offsets = torch.tensor([0, 2, 2, 4, 5], dtype=torch.int32, device=device) if packed else None
     slots = slot_mapping(positions, tables, 16, cu_seqlens_q=offsets)
@@ -126,10 +149,10 @@ def test_slot_mapping(packed: bool, device: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 5, 130])
 def test_commit(rows: int, device: str) -> None:
-    """Dead rows do not move; the ring wraps around; nothing beyond the rows changes."""
+    """Dead rows do not move, the last one among them; the ring wraps around; nothing beyond the rows changes."""
     state = [torch.randint(9, (rows + 2,)), torch.arange(rows + 2), torch.randint(3, (rows + 2,), dtype=torch.int32)]
-    ours = [tensor.to(device) for tensor in state]
-    theirs = [tensor.to(device) for tensor in state]
+    state[2][rows - 1] = 0
+    ours, theirs = ([tensor.clone().to(device) for tensor in state] for _ in range(2))
     ring, step = torch.zeros(3, rows + 4, dtype=torch.int64, device=device), torch.tensor([4], device=device)
     ring_ref, step_ref = ring.clone(), step.clone()
     for _ in range(4):
@@ -145,11 +168,11 @@ def test_update_rows(columns: int, device: str) -> None:
     rows, updates = 6, torch.randint(100, (3, 4 + columns)).to(device)
     updates[:, 0] = torch.tensor([4, 0, 5], device=device)
     ours = [torch.full(shape, -7, dtype=kind, device=device) for shape, kind in (
-        ((rows,), torch.int64), ((rows,), torch.int64), ((rows,), torch.int32), ((rows, columns), torch.int32),
+        ((rows,), torch.int64), ((rows,), torch.int64), ((rows,), torch.int32), ((rows, columns + 3), torch.int32),
     )]  # fmt: skip
     theirs = [tensor.clone() for tensor in ours]
-    update_rows(updates, *ours)
-    update_rows_ref(updates, *theirs)
+    update_rows(updates, *ours[:3], ours[3][:, 1:-2])
+    update_rows_ref(updates, *theirs[:3], theirs[3][:, 1:-2])
     for mine, truth in zip(ours, theirs, strict=True):
         assert torch.equal(mine, truth)
 
@@ -179,3 +202,19 @@ def test_greedy_of_nan(vocab: int, draw: Draw) -> None:
     assert torch.equal(token_ids, greedy_ref(logits))
     assert token_ids[0] == 0
     assert not logits[[1, 2], token_ids[1:]].isnan().any()
+
+
+def test_columns_with_a_stride_are_refused(draw: Draw) -> None:
+    """B48: not read as if they were contiguous."""
+    x, weight = draw(4, 128)[:, ::2], draw(64)
+    for op in (
+        lambda: rms_norm(x, weight, 1e-5),
+        lambda: rms_norm(x.contiguous(), weight, 1e-5, out=x),
+        lambda: add_rms_norm(x.contiguous(), x, weight, 1e-5),
+        lambda: residual_add(x, x.contiguous()),
+        lambda: swiglu(x),
+        lambda: embedding(torch.arange(4, device=x.device), x),
+        lambda: greedy(x),
+    ):
+        with pytest.raises(AssertionError, match="contiguous"):
+            op()

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -150,6 +150,101 @@ def test_the_ends_of_the_filters(draw: Draw, device: str) -> None:
     state.reals[:, 1] = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.9999999, 1e-9, 0.5, 0.5])
     state.integers[:, 0] = torch.tensor([1, 499, 10**6, 0, -1, 0, 3, 30])
     check(draw(num, 500), torch.arange(num).to(device), state, SampleSteps(random=True, top_k=True, top_p=True))
+
+
+CHANGES = [
+    # raw logit, bias, in the prompt, times generated, repetition, presence, frequency
+    (2.0, 0.0, True, 0, 1.3, 0.0, 0.0),
+    (-2.0, 0.0, True, 0, 1.3, 0.0, 0.0),
+    (1.0, 0.0, False, 2, 1.3, 0.0, 0.0),
+    (1.0, 0.0, True, 3, 0.7, 0.0, 0.0),
+    (2.0, 0.0, True, 0, 1.0, 0.5, 0.25),
+    (-2.0, 0.0, True, 1, 1.0, 0.5, 0.25),
+    (1.0, 0.0, False, 2, 1.0, 0.5, 0.25),
+    (1.0, 0.0, False, 2, 1.0, -0.5, -1.5),
+    (-1.0, 3.0, True, 1, 1.5, 0.5, 0.25),
+    (1.0, -3.0, True, 1, 1.5, 0.5, 0.25),
+    (1.0, 3.0, False, 0, 1.5, 0.5, 0.25),
+]
+
+
+@pytest.mark.parametrize("token", [0, 130, 299])
+def test_a_logit_is_changed_by_as_much_as_the_rules_say(token: int, device: str) -> None:
+    """B23: it wins over a token just below what the rules make of it, and loses to one just above."""
+    num, vocab, rival = 2 * len(CHANGES), 300, 7
+    state = some_rows(num, vocab, "cpu")
+    assert state.in_prompt is not None
+    assert state.output_counts is not None
+    for tensor in (state.bias_ids, state.in_prompt, state.output_counts):
+        tensor.zero_()
+    state.biases.fill_(UNUSED_BIAS)
+    logits = torch.full((num, vocab), -50.0)
+    for row in range(num):
+        raw, bias, prompted, count, repetition, presence, frequency = CHANGES[row // 2]
+        state.bias_ids[row, -1], state.biases[row, -1] = token, bias
+        state.in_prompt[row, token], state.output_counts[row, token] = prompted, count
+        state.reals[row] = torch.tensor([0.0, 1.0, 0.0, repetition, presence, frequency])
+        expected = raw + bias
+        if prompted or count:
+            expected = expected / repetition if expected > 0 else expected * repetition
+        expected -= frequency * count + presence * (count > 0)
+        logits[row, token], logits[row, rival] = raw, expected + (1e-4 if row % 2 else -1e-4)
+    state = SamplingRows(*(tensor.to(device) for tensor in state.tensors()))
+    steps = SampleSteps(penalties=True, biases=True)
+    assert check(logits.to(device), torch.arange(num).to(device), state, steps).tolist() == [token, rival] * len(
+        CHANGES
+    )
+
+
+@pytest.mark.usefixtures("few")
+@pytest.mark.parametrize("top_k", [0, 3, 30])
+def test_min_p_keeps_what_reaches_it(top_k: int, draw: Draw, device: str) -> None:
+    """1 keeps the most probable tokens, whose weight it is, and of two such tokens draws either."""
+    state, logits = some_rows(6, 300, device), draw(6, 300)
+    logits[:, [20, 200]] = 9.0
+    state.reals[:, 0], state.reals[:, 1], state.reals[:, 2] = 1.0, 1.0, 1.0
+    state.integers[:, 0] = top_k
+    steps = SampleSteps(random=True, top_k=True, min_p=True)
+    drawn = check(logits, torch.arange(6).to(device), state, steps)
+    assert set(drawn.tolist()) == {20, 200}
+
+
+def test_bans_end_at_the_free_position(draw: Draw, device: str) -> None:
+    """Row i stands at position 30 i: the last that is not free yet, and the first that is."""
+    state, logits = some_rows(4, 300, device), draw(4, 300)
+    state.banned_ids[:], state.is_banned[:] = torch.tensor([0, 128, 255, 299], device=device), True
+    logits[:, [0, 128, 255, 299]] = torch.tensor([5.0, 8.0, 7.0, 6.0], device=device).to(logits.dtype)
+    state.integers[:, 3] = torch.tensor([1, 30, 61, 0], device=device)
+    drawn = check(logits, torch.arange(4).to(device), state, SampleSteps(bans=True))
+    assert [token in (0, 128, 255, 299) for token in drawn.tolist()] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("vocab", [152064, 2**18, 2**18 + 1])
+def test_ties_in_the_largest_vocabularies(vocab: int, device: str) -> None:
+    """B27: the lowest id wins, at temperature 0 and for a k of 1; the last id can. Beyond 256k, by the reference."""
+    logits, state = torch.zeros(3, vocab, device=device), some_rows(3, 1, device)
+    logits[:2, [7, 9000, 150000]] = 5.0
+    logits[2, -1] = 5.0
+    state.reals[:, 0], state.integers[:, 0] = torch.tensor([0.0, 1.0, 1.0], device=device), 1
+    index = torch.arange(3, device=device)
+    tokens = sample_rows(logits, index, index, state, SampleSteps(random=True, top_k=True))
+    assert tokens.tolist() == [7, 7, vocab - 1]
+
+
+def test_refuses_what_it_was_not_made_for(draw: Draw, device: str) -> None:
+    logits, state, index = draw(3, 40), some_rows(3, 40, device), torch.arange(3, device=device)
+
+    def refused(sentence: str, **other: object) -> None:
+        made = {"logits": logits, "positions": index, "rows": index, "state": state, "steps": EVERYTHING} | other
+        with pytest.raises(AssertionError, match=sentence):
+            sample_rows(**made)  # type: ignore[arg-type]
+
+    refused("for 2 rows, not 3", workspace=SampleWorkspace(2, 40, device=device))
+    refused("for 39 tokens, not 40", workspace=SampleWorkspace(3, 39, device=device))
+    refused("power of two, not 3", state=replace(state, is_banned=state.is_banned[:, 1:].contiguous()))
+    refused("stand on token counts", state=replace(state, in_prompt=None, output_counts=None))
+    refused("rows needs one element for each of 3", rows=index[:2])
+    refused("contiguous", logits=draw(3, 80)[:, ::2])
 
 
 REALS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
