@@ -73,7 +73,7 @@ def decode(x: Tensor, out: Tensor | None) -> Tensor:
     """One query head with every key head; the values are written, and come back as they are the only ones."""
     caches = [torch.zeros(1 + ROWS, 1, 16, 16, dtype=x.dtype, device=x.device) for _ in "kv"]
     tables = torch.arange(1, 1 + ROWS, dtype=torch.int32, device=x.device)[:, None]
-    still = torch.zeros(ROWS, 0, device=x.device)
+    still = torch.zeros(ROWS, 4, device=x.device)[:, :0]
     heads = None if out is None else out.unflatten(1, (-1, 16))
     slots, lens = tables[:, 0].long() * 16, torch.ones(ROWS, dtype=torch.int32, device=x.device)
     return k.rotary_attention_decode(x, still, still, slots, *caches, tables, lens, 0.2, out=heads).flatten(1)
@@ -81,7 +81,7 @@ def decode(x: Tensor, out: Tensor | None) -> Tensor:
 
 def rotated(x: Tensor, out: Tensor | None) -> Tensor:
     caches = [torch.zeros(1 + ROWS, 1, 16, 16, dtype=x.dtype, device=x.device) for _ in "kv"]
-    still = torch.zeros(ROWS, 0, device=x.device)
+    still = torch.zeros(ROWS, 4, device=x.device)[:, :0]
     heads = None if out is None else out.unflatten(1, (-1, 16))
     q = k.rotary_kv_write(x, still, still, 16 * torch.arange(1, 1 + ROWS, device=x.device), *caches, out=heads)
     torch.testing.assert_close(caches[1][1:, 0, 0], x[:, -16:], rtol=0, atol=0)
@@ -138,7 +138,7 @@ PLANS = {
     "gemv of two chunks": LinearPlan("gemv", 1, 32, 1, early=1),
     "gemv in a loop": LinearPlan("gemv", 1, 256, 1, programs_per_sm=1),
     "tensor": LinearPlan("tensor", 16, 32, 4, num_stages=2),
-    "slices": LinearPlan("tensor", 16, 16, 4, num_stages=2, slices=2),
+    "slices": LinearPlan("tensor", 16, 16, 4, num_stages=2, slices=4),
 }
 
 

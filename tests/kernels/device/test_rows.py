@@ -72,7 +72,7 @@ def test_a_norm_is_rounded_before_the_product_with_its_weight(op: str, draw: Dra
         result = residual_add(x, torch.zeros_like(x), norm_weight=weight, norm_eps=1e-5)
     else:
         caches = [torch.zeros(4, 1, 16, 96, dtype=half, device=x.device) for _ in "kv"]
-        still, slots = torch.zeros(32, 0, device=x.device), torch.arange(16, 48, device=x.device)
+        still, slots = torch.zeros(32, 4, device=x.device)[:, :0], torch.arange(16, 48, device=x.device)
         norms = {"q_norm_weight": weight, "k_norm_weight": weight, "norm_eps": 1e-5}
         result = rotary_kv_write(x.repeat(1, 3), still, still, slots, *caches, **norms)[:, 0]
         assert torch.equal(caches[0][1:3, 0].flatten(0, 1), result)

@@ -152,50 +152,6 @@ def test_the_ends_of_the_filters(draw: Draw, device: str) -> None:
     check(draw(num, 500), torch.arange(num).to(device), state, SampleSteps(random=True, top_k=True, top_p=True))
 
 
-CHANGES = [
-    # raw logit, bias, in the prompt, times generated, repetition, presence, frequency
-    (2.0, 0.0, True, 0, 1.3, 0.0, 0.0),
-    (-2.0, 0.0, True, 0, 1.3, 0.0, 0.0),
-    (1.0, 0.0, False, 2, 1.3, 0.0, 0.0),
-    (1.0, 0.0, True, 3, 0.7, 0.0, 0.0),
-    (2.0, 0.0, True, 0, 1.0, 0.5, 0.25),
-    (-2.0, 0.0, True, 1, 1.0, 0.5, 0.25),
-    (1.0, 0.0, False, 2, 1.0, 0.5, 0.25),
-    (1.0, 0.0, False, 2, 1.0, -0.5, -1.5),
-    (-1.0, 3.0, True, 1, 1.5, 0.5, 0.25),
-    (1.0, -3.0, True, 1, 1.5, 0.5, 0.25),
-    (1.0, 3.0, False, 0, 1.5, 0.5, 0.25),
-]
-
-
-@pytest.mark.parametrize("token", [0, 130, 299])
-def test_a_logit_is_changed_by_as_much_as_the_rules_say(token: int, device: str) -> None:
-    """B23: it wins over a token just below what the rules make of it, and loses to one just above."""
-    num, vocab, rival = 2 * len(CHANGES), 300, 7
-    state = some_rows(num, vocab, "cpu")
-    assert state.in_prompt is not None
-    assert state.output_counts is not None
-    for tensor in (state.bias_ids, state.in_prompt, state.output_counts):
-        tensor.zero_()
-    state.biases.fill_(UNUSED_BIAS)
-    logits = torch.full((num, vocab), -50.0)
-    for row in range(num):
-        raw, bias, prompted, count, repetition, presence, frequency = CHANGES[row // 2]
-        state.bias_ids[row, -1], state.biases[row, -1] = token, bias
-        state.in_prompt[row, token], state.output_counts[row, token] = prompted, count
-        state.reals[row] = torch.tensor([0.0, 1.0, 0.0, repetition, presence, frequency])
-        expected = raw + bias
-        if prompted or count:
-            expected = expected / repetition if expected > 0 else expected * repetition
-        expected -= frequency * count + presence * (count > 0)
-        logits[row, token], logits[row, rival] = raw, expected + (1e-4 if row % 2 else -1e-4)
-    state = SamplingRows(*(tensor.to(device) for tensor in state.tensors()))
-    steps = SampleSteps(penalties=True, biases=True)
-    assert check(logits.to(device), torch.arange(num).to(device), state, steps).tolist() == [token, rival] * len(
-        CHANGES
-    )
-
-
 @pytest.mark.usefixtures("few")
 @pytest.mark.parametrize("top_k", [0, 3, 30])
 def test_min_p_keeps_what_reaches_it(top_k: int, draw: Draw, device: str) -> None:
@@ -245,71 +201,6 @@ def test_refuses_what_it_was_not_made_for(draw: Draw, device: str) -> None:
     refused("stand on token counts", state=replace(state, in_prompt=None, output_counts=None))
     refused("rows needs one element for each of 3", rows=index[:2])
     refused("contiguous", logits=draw(3, 80)[:, ::2])
-
-
-REALS = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition": 1.0, "presence": 0.0, "frequency": 0.0}
-DISTRIBUTIONS = {
-    "temperature": {"temperature": 1.3},
-    "top_k": {"temperature": 0.8, "top_k": 40},
-    "a large top_k": {"temperature": 1.5, "top_k": 500},
-    "top_p": {"top_p": 0.9},
-    "top_p of flat logits": {"temperature": 5.0, "top_p": 0.9},
-    "min_p": {"min_p": 0.05},
-    "all filters": {"temperature": 1.2, "top_k": 400, "top_p": 0.97, "min_p": 0.002},
-    "changed logits": {"top_p": 0.8, "repetition": 1.3, "presence": 0.2, "frequency": 0.1, "listed": 1},
-}
-
-
-def exact_distribution(logits: Tensor, wanted: dict[str, float], state: SamplingRows) -> Tensor:
-    """By sorting, in float64, the first row of the state; tokens 0 ... 99 are in the prompt, and generated twice."""
-    numbers, values = REALS | wanted, logits.double()
-    if "listed" in wanted:
-        values[state.bias_ids[0]] += state.biases[0].double()
-    seen = torch.arange(len(values)) < 100
-    factor = torch.where(values > 0, 1 / numbers["repetition"], numbers["repetition"])
-    values = torch.where(seen, values * factor - 2 * numbers["frequency"] - numbers["presence"], values)
-    if "listed" in wanted:
-        values[state.banned_ids[0]] = float("-inf")
-    weights = ((values - values.max()) / numbers["temperature"]).exp()
-    order = weights.argsort(descending=True)
-    ordered = weights[order]
-    ordered[int(numbers.get("top_k", len(values))) :] = 0.0
-    before = ordered.cumsum(0) - ordered
-    ordered[before >= numbers["top_p"] * ordered.sum()] = 0.0
-    ordered[ordered < numbers["min_p"]] = 0.0
-    return torch.zeros_like(weights).scatter(0, order, ordered / ordered.sum())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("wanted", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
-def test_100_000_tokens_have_the_exact_distribution(wanted: dict[str, float]) -> None:
-    """Chi-squared, at the 99.9 % point. Logits are in float32, so that no two tie."""
-    num, vocab, generator = 20_000, 1000, torch.Generator().manual_seed(1)
-    logits = torch.randn(vocab, generator=generator) * 1.5
-    reals = torch.tensor(list((REALS | {name: wanted[name] for name in REALS.keys() & wanted.keys()}).values()))
-    integers = torch.tensor([int(wanted.get("top_k", 0)), 42, 0, 2**40])
-    lists = torch.arange(0, 32, 2), torch.arange(16) / 8, torch.arange(500, 504), torch.ones(4, dtype=torch.bool)
-    prompt = torch.arange(vocab) < 100
-    rows = (reals, integers, *lists, prompt, 2 * prompt.int())
-    state = SamplingRows(*(one.repeat(num, 1).cuda() for one in rows))
-    steps = SampleSteps(
-        random=True, top_k="top_k" in wanted, top_p="top_p" in wanted, min_p="min_p" in wanted,
-        penalties="repetition" in wanted, biases="listed" in wanted, bans="listed" in wanted,
-    )  # fmt: skip
-    index, counts = torch.arange(num, device="cuda"), torch.zeros(vocab, dtype=torch.int64)
-    assert state.output_counts is not None
-    for first in range(0, 5 * num, num):
-        token_ids = sample_rows(logits.cuda().expand(num, vocab), index + first, index, state, steps)
-        counts += torch.bincount(token_ids.cpu(), minlength=vocab)
-        state.output_counts[:] = 2 * prompt.int().cuda()
-    expected = exact_distribution(logits, wanted, SamplingRows(*(one[None] for one in rows))) * 5 * num
-    assert not counts[expected == 0].any()
-    frequent = expected >= 10
-    observed = torch.cat([counts[frequent].double(), counts[~frequent].sum()[None].double()])
-    expected = torch.cat([expected[frequent], expected[~frequent].sum()[None]]).clamp(min=1e-9)
-    degrees = len(expected) - 1
-    limit = degrees * (1 - 2 / (9 * degrees) + 3.09 * (2 / (9 * degrees)) ** 0.5) ** 3  # Wilson and Hilferty, 1931
-    assert ((observed - expected) ** 2 / expected).sum() < limit
 
 
 @pytest.mark.gpu
