@@ -7,6 +7,7 @@ the GGUF file holds them and once with the weights rounded to bfloat16, and the 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ostinato import LLM, EngineConfig, RequestError, SamplingParams
+from ostinato import LLM, EngineConfig, SamplingParams
 from ostinato.runtime.sampler import Sampler
 from ostinato.weights import open_checkpoint
 
@@ -98,37 +99,40 @@ def test_greedy_tokens_on_cuda(demo_path: Path, graphs: str) -> None:
 
 SAMPLED = SamplingParams(
     temperature=0.9, top_k=200, top_p=0.95, min_p=0.001, repetition_penalty=1.1, frequency_penalty=0.2, seed=7,
-    max_tokens=32, min_tokens=24,
+    max_tokens=16, min_tokens=12,
 )  # fmt: skip
 
 
-def misses(reference: LLM, prompt_ids: list[int], output_ids: list[int], params: SamplingParams, off: float) -> int:
-    """How many tokens are right by their near-ties alone; fails on one that is not right."""
+def misses(
+    reference: LLM, prompts: list[list[int]], outputs: list[list[int]], params: SamplingParams, off: float
+) -> tuple[int, list[str]]:
+    """How many tokens are right by their near-ties alone, and those that are not right."""
     sampler = Sampler(1, reference.model_config.vocab_size, device="cpu")
     ends = reference._engine.eos_token_ids
-    num_misses = 0
+    num_near_ties, wrong = 0, list[str]()
 
-    def token(given: Sequence[int], logits: Tensor) -> int:
-        sampler.set_row(0, params, params.seed or 0, prompt_ids, given, stop_token_ids=ends)
-        position = torch.tensor([len(prompt_ids) + len(given) - 1])
-        return int(sampler.sample(logits[None], position).token_ids)
+    def sampled(prompt: Sequence[int], given: Sequence[int], logits: Tensor) -> int:
+        sampler.set_row(0, params, params.seed or 0, prompt, given, stop_token_ids=ends)
+        return int(sampler.sample(logits[None], torch.tensor([len(prompt) + len(given) - 1])).token_ids)
 
-    def judge(prompt: Sequence[int], given: Sequence[int], logits: Tensor) -> None:
-        nonlocal num_misses
-        step = len(given)
-        chosen = output_ids[step]
-        if token(given, logits) != chosen:
-            num_misses += 1
+    def judge(tokens: list[int], prompt: Sequence[int], given: Sequence[int], logits: Tensor) -> None:
+        nonlocal num_near_ties
+        chosen = tokens[len(given)]
+        if sampled(prompt, given, logits) != chosen:
             raised = logits.clone()
             raised[chosen] += off
-            assert token(given, raised) == chosen, f"token {step} is {chosen}, by far not the reference's"
+            if sampled(prompt, given, raised) == chosen:
+                num_near_ties += 1
+            else:
+                wrong.append(f"token {len(given)} behind {len(prompt)}")
         logits.fill_(-torch.inf)
         logits[chosen] = 0.0  # and on with what is judged
 
-    forced = SamplingParams(temperature=0.0, max_tokens=len(output_ids), ignore_eos=True, logits_processors=[judge])
-    [again] = reference.generate(prompt_ids, forced)
-    assert again.outputs[0].token_ids == output_ids
-    return num_misses
+    forced = SamplingParams(temperature=0.0, ignore_eos=True)
+    each = [replace(forced, max_tokens=len(ids), logits_processors=[partial(judge, ids)]) for ids in outputs]
+    again = reference.generate(prompts, each)
+    assert [output.outputs[0].token_ids for output in again] == outputs
+    return num_near_ties, wrong
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +142,7 @@ def bfloat16_reference(bfloat16_folder: Path) -> LLM:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "off", "most"), [("float32", 0.002, 1), ("bfloat16", 0.5, 16)])
+@pytest.mark.parametrize(("dtype", "off", "most"), [("float32", 0.002, 1), ("bfloat16", 0.5, 8)])
 @pytest.mark.parametrize("params", [replace(SAMPLED, temperature=0.0), SAMPLED], ids=["greedy", "seeded"])
 def test_every_token_of_a_gpu_is_the_reference_s_or_a_near_tie(
     bfloat16_folder: Path, bfloat16_reference: LLM, params: SamplingParams, dtype: str, off: float, most: int
@@ -146,7 +150,7 @@ def test_every_token_of_a_gpu_is_the_reference_s_or_a_near_tie(
     """Prompts alone, so that they are recorded, and together; sampling and decode in graphs.
 
     `off`: float32 sums in another order; bfloat16 of logits around 16 has steps of 1/8, and 30 layers of roundings.
-    `most`: of some 320 tokens; others are equal.
+    `most`: of some 170 tokens; others are equal.
     """
     config = replace(CONFIG, graph_warmup_steps=1, kv_cache_memory_bytes=2**30)
     llm = LLM(bfloat16_folder, device="cuda", dtype=dtype, config=config)
@@ -156,11 +160,9 @@ def test_every_token_of_a_gpu_is_the_reference_s_or_a_near_tie(
     assert report.eager_decodes == 0
     assert report.prompts["PROMPT"] >= 1
     tokens = [output.outputs[0].token_ids for output in outputs]
-    num_misses = sum(
-        misses(bfloat16_reference, prompt, ids, params, off)
-        for prompt, ids in zip(prompts[:3] + prompts, tokens, strict=True)
-    )
-    assert num_misses <= most
+    num_near_ties, wrong = misses(bfloat16_reference, prompts[:3] + prompts, tokens, params, off)
+    assert wrong == []
+    assert num_near_ties <= most
 
 
 @pytest.mark.parametrize("params", [replace(SAMPLED, temperature=0.0), SAMPLED], ids=["greedy", "seeded"])
@@ -169,7 +171,6 @@ def test_the_rule_takes_the_reference_s_tokens_and_no_other(gguf_llm: LLM, param
     params = replace(params, max_tokens=5, min_tokens=0)
     [output] = gguf_llm.generate(prompt, params)
     ids = output.outputs[0].token_ids
-    assert misses(gguf_llm, prompt, ids, params, 0.0) == 0
+    assert misses(gguf_llm, [prompt], [ids], params, 0.0) == (0, [])
     wrong = [*ids[:3], ids[3] + 1, *ids[4:]]
-    with pytest.raises(RequestError, match="token 3 is"):
-        misses(gguf_llm, prompt, wrong, params, 0.5)
+    assert "token 3 behind 18" in misses(gguf_llm, [prompt], [wrong], params, 0.5)[1]
