@@ -2,10 +2,10 @@
 
     python bench/commands.py OUT SECONDS 'modes --shape llama-3.1-8b --batch 1,8 --context 1024' 'cost --shape ...' ...
 
-Only `modes`, `profile`, `break` and `cost`, with `--shape`. What each finds goes to `OUT/h200-COMMAND-SHAPE.json`, with
-`-CONTEXT` at the end where that is not 1024 (of `cost` with the sizes that are the default, `-MAX_NUM_SEQS`), and
-traces of `profile` to OUT/traces. No command is begun that is not likely to end within SECONDS. Exits with 1 if one
-failed.
+Only `modes`, `profile`, `break`, `cost` and `peers`, with `--shape`. What each finds goes to
+`OUT/h200-COMMAND-SHAPE.json`, with `-CONTEXT` at the end where that is not 1024 (of `cost` with the sizes that are the
+default, `-MAX_NUM_SEQS`), and traces of `profile` to OUT/traces. No command is begun that is not likely to end within
+SECONDS. Exits with 1 if one failed.
 """
 
 import argparse
@@ -20,13 +20,13 @@ import aot
 import torch
 from decode_kernels import launches_of
 
-from ostinato.bench import breaks, modes, profiles, timing
+from ostinato.bench import breaks, modes, peers, profiles, timing
 from ostinato.cli import main as ostinato
 from ostinato.runtime import EngineConfig
 from ostinato.runtime.graph_buckets import parse_sizes
 
-STEPS = {"modes": 20, "profile": 5, "break": 20, "cost": 0}
-SHORTEST = {"modes": 8, "profile": 8, "break": 20, "cost": 20}
+STEPS = {"modes": 20, "profile": 5, "break": 20, "cost": 0, "peers": 20}
+SHORTEST = {"modes": 8, "profile": 8, "break": 20, "cost": 20, "peers": 8}
 """Seconds; with fewer a command is not begun."""
 
 Step = tuple[str, EngineConfig, list[int]]
@@ -38,13 +38,15 @@ def parse(line: str) -> argparse.Namespace:
     parser.add_argument("--shape", required=True)
     parser.add_argument("--batch", default="1")
     parser.add_argument("--context", default="1024")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--peer", action="append")
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int)
     parser.add_argument("--capture-sizes")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=131072)
     found = parser.parse_args(shlex.split(line))
     found.steps = found.steps or STEPS[found.command]
+    found.rounds = found.rounds or (5 if found.command == "peers" else 3)
     return found
 
 
@@ -61,7 +63,9 @@ def steps_of(asked: argparse.Namespace) -> list[Step]:
     else:
         batches = [int(part) for part in asked.batch.split(",")]
         cells = [(batch, [batch], context) for context in contexts for batch in batches]
-        room = modes.room_of(asked.rounds, asked.steps) if asked.command == "modes" else profiles.room_of(asked.steps)
+        rooms = {"modes": modes.room_of, "peers": peers.room_of}
+        turns = rooms.get(asked.command)
+        room = profiles.room_of(asked.steps) if turns is None else turns(asked.rounds, asked.steps)
     return [
         (asked.shape, EngineConfig(max_num_seqs=batch, max_model_len=context + room + 1, block_size=16), sizes)
         for batch, sizes, context in cells
@@ -95,7 +99,7 @@ def run(line: str, asked: argparse.Namespace, out: Path, left: float) -> int:
         more += f"-{asked.max_num_seqs}"
     name = f"{asked.command}-{asked.shape}{more}"
     words = ["bench", *shlex.split(line), "--out", str(out / f"h200-{name}.json")]
-    if asked.command in ("modes", "profile"):
+    if asked.command in ("modes", "profile", "peers"):
         words += ["--seconds", str(left - 5)]
     if asked.command == "profile":
         words += ["--trace", str(out / "traces" / asked.shape)]

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from result_files import SHAPES, Document, cells, files, results, where
-from result_sections import CONTEXT, by_mode, plot_link
+from result_sections import CONTEXT, by_mode, folded, plot_link
 from tables import table
 
 WHERE_IT_IS = """\
@@ -69,7 +69,9 @@ def remaining_time() -> Iterator[str]:
         ]
         for cell in cells("profile")
     ]
-    yield f"{table(head, rows)}\n\n{where(results('profile'))}\n"
+    yield folded(
+        "Launches and kernels by model, batch size and mode", f"{table(head, rows)}\n\n{where(results('profile'))}"
+    )
     for shape in SHAPES:
         if files("timeline", shape):
             yield plot_link(f"timeline-{shape}", f"launches and kernels of one step in each mode, {shape}")
@@ -119,7 +121,7 @@ def by_part() -> Iterator[str]:
                     "" if share is None else f"{100 * share:.0f} %",
                 ]
             )
-    yield f"{table(head, rows)}\n\n{where(results('kernels'))}\n"
+    yield folded("Parts of a step", f"{table(head, rows)}\n\n{where(results('kernels'))}")
 
 
 def others() -> Iterator[str]:

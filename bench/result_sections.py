@@ -1,8 +1,8 @@
 """The sections of docs/results.md on gains, costs and lists, each of whatever was measured."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
+import records
 from result_files import SHAPES, Document, cells, files, results, where
 from tables import table
 
@@ -18,10 +18,11 @@ LAUNCH_US = 5.0
 """Of host time for a kernel launch, in the same text."""
 
 CONTEXT = 1024
+PROMPTS = "h200-prompts"
 
 WHAT_IT_BUYS = """\
 Milliseconds of a decode step with the tokens on the host, all modes in turns in one process, tokens equal. Eager is the
-graphs' own Python on the same rows: what differs is the recording alone. Prompts are never recorded.
+graphs' own Python on the same rows: what differs is the recording alone.
 """
 BESIDE_THE_GUIDE = """\
 Beside the speed-ups that a well-known text on graphs in serving gives (*CUDA Graphs in Serving*, section 7):
@@ -36,7 +37,8 @@ column.
 AND_SO = """\
 So expect less from an engine whose launches are cheap, and more from a busier host: what a recorded step takes does not
 depend on the host. With the batch and with the model kernels take longer, while launches take what they took: the
-speed-up falls. A prompt keeps the device busy for longer than its launches take.
+speed-up falls. A long prompt keeps the device busy for longer than its launches take, and a graph buys it nothing; a
+short one that comes alone is recorded (`docs/graphs.md`). Its time is that to the first token on the host.
 """
 WHAT_IT_COSTS = """\
 An engine started on an empty GPU, without graphs, with piecewise and with whole ones, kernels compiled; the KV cache
@@ -46,11 +48,13 @@ The text's figures are 20 to 60 s of start, 50 to 150 MB for each captured size 
 TUNED = """\
 A batch is padded to the next recorded size. Requests of three kinds are simulated, each step takes what its graph was
 measured to take, and every list is priced under the batch sizes that come out. Padding rows are computed but have no
-keys to read, so they cost what a graph with one live row costs more than a smaller one with one. The tuned lists are
-the best of so many sizes, by `ostinato bench capture-list`; the list of 20 is the text's for a batch that is mostly 20
-to 60, as far as it goes.
+keys to read, so they cost what a graph with one live row costs more than a smaller one with one: much less than their
+share of the rows. The tuned lists are the best of so many sizes, by `ostinato bench capture-list`; the list of 20 is
+the text's for a batch that is mostly 20 to 60, as far as it goes. Of each list: rows that are padding, and what padding
+takes of a step.
 """
 LIST_NAMES = {"default": "default", "powers of two": "powers of two", "given 1": "the text's 20"}
+"""Those that are given; the others are tuned."""
 
 
 def speed_ups() -> Iterator[str]:
@@ -122,12 +126,15 @@ def by_mode() -> dict[tuple[str, int, int], dict[str, Document]]:
 
 
 def prompt_gains() -> list[tuple[str, int, float]]:
-    """(model, tokens, eager over whole), of the prompts that were timed."""
-    return [
-        (model, context, one["eager"]["prefill_ms"] / one["whole"]["prefill_ms"])
-        for (model, context, _), one in by_mode().items()
-        if {"eager", "whole"} <= one.keys() and one["eager"]["prefill_ms"] and one["whole"]["prefill_ms"]
-    ]
+    """(model, tokens, eager over recorded), of the prompts that were timed both ways."""
+    if not (records.RESULTS / f"{PROMPTS}.jsonl").exists():
+        return []
+    found = records.cells(PROMPTS)
+    names = (name.removesuffix("/graph").split(":") for name in found if name.endswith("/graph"))
+    ordered = sorted((SHAPES.index(model), int(tokens)) for model, tokens in names)
+    times = {name: cell["median"] for name, cell in found.items()}
+    prompts = [(f"{SHAPES[at]}:{tokens}", SHAPES[at], tokens) for at, tokens in ordered]
+    return [(model, tokens, times[f"{name}/eager"] / times[f"{name}/graph"]) for name, model, tokens in prompts]
 
 
 def hosts() -> list[tuple[str, int, float, float, float, float]]:
@@ -176,61 +183,46 @@ def prices() -> Iterator[str]:
 
 def tuned_lists() -> Iterator[str]:
     yield TUNED
-    head = ["model", "requests", "list", "graphs", "padding of all rows", "padding a step", "ms a step",
-            "of it padding, ms", "of it padding"]  # fmt: skip
-    rows = []
-    for path, one in lists():
-        name = LIST_NAMES.get(one["name"], one["name"])
-        rows.append(
-            [
-                path["model"],
-                path["kind"],
-                name,
-                str(len(one["sizes"])),
-                f"{100 * one['token_waste']:.1f} %",
-                f"{100 * one['per_batch_waste']:.1f} %",
-                f"{one['milliseconds']:.4f}",
-                f"{one['wasted_milliseconds']:.4f}",
-                f"{100 * one['wasted_milliseconds'] / one['milliseconds']:.2f} %",
-            ]
-        )
     runs = results("capture-list")
+    titles = [
+        f"{LIST_NAMES.get(one['name'], 'tuned')}, {len(one['sizes'])} graph{'s' if len(one['sizes']) > 1 else ''}"
+        for one in runs[0]["lists"]
+    ]
+    rows = []
+    for run in runs:
+        least = run["lists"][0]["milliseconds"] - run["lists"][0]["wasted_milliseconds"]
+        padding = [
+            f"{100 * one['token_waste']:.0f} %, {100 * one['wasted_milliseconds'] / one['milliseconds']:.2f} %"
+            for one in run["lists"]
+        ]
+        rows.append([run["model"], run["more"], f"{least:.3f}", *padding])
     kinds = dict.fromkeys((run["more"], run["source"]) for run in runs)
     said = "\n".join(f"- {kind}: {source}." for kind, source in kinds)
     times = "; ".join(dict.fromkeys(str(run["timed"]) for run in runs))
+    head = ["model", "requests", "a step without padding, ms", *titles]
     yield f"{table(head, rows)}\n\n{said}\n\nTimes: {times}; on a line between the sizes that were timed.\n"
     for shape in SHAPES:
         if files("capture-list", shape):
             yield plot_link(f"capture-list-{shape}", f"milliseconds of padding in a step by list and traffic, {shape}")
-    yield f"With as many graphs as the default has, the tuned list saves {saved()}.\n"
-
-
-def lists() -> list[tuple[dict[str, str], dict[str, Any]]]:
-    """Each list with the model and the kind of traffic that it was priced for."""
-    return [
-        ({"model": run["model"], "kind": run["more"]}, one)
-        for run in results("capture-list")
-        for one in run["lists"]
-        if one["milliseconds"] is not None
-    ]
-
-
-def savings() -> list[tuple[str, str, float, float]]:
-    """(model, kind, share of a step saved by the tuned list over the default of as many sizes, over powers of two)."""
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for of, one in lists():
-        found.setdefault((of["model"], of["kind"]), {})[one["name"]] = one["milliseconds"]
-    return [
-        (model, kind, 1 - list(ms.values())[-1] / ms["default"], 1 - list(ms.values())[-1] / ms["powers of two"])
-        for (model, kind), ms in found.items()
-    ]
+    yield f"A tuned list saves {saved()}, each with as many graphs.\n"
 
 
 def saved() -> str:
     """What tuning is worth, in half a sentence."""
-    default = percents([default for _, _, default, _ in savings()])
-    powers = percents([powers for _, _, _, powers in savings()])
+    default, powers = (percents([_saving(run["lists"], name) for run in results("capture-list")]) for name in
+                       ("default", "powers of two"))  # fmt: skip
     return f"{default} of a step over the default list, {powers} over powers of two"
+
+
+def _saving(lists: list[Document], name: str) -> float:
+    """Of a step, by the tuned list with as many sizes."""
+    [known] = [one for one in lists if one["name"] == name]
+    ours = min(
+        one["milliseconds"]
+        for one in lists
+        if one["name"] not in LIST_NAMES and len(one["sizes"]) == len(known["sizes"])
+    )
+    return 1.0 - float(ours) / float(known["milliseconds"])
 
 
 def percents(shares: Sequence[float], form: str = ".1f") -> str:
@@ -241,6 +233,11 @@ def percents(shares: Sequence[float], form: str = ".1f") -> str:
 
 def ratio(times: dict[str, float], above: str, below: str, form: str = ".2f") -> str:
     return format(times[above] / times[below], form) if above in times and below in times else ""
+
+
+def folded(what: str, text: str) -> str:
+    """A long table that a reader opens."""
+    return f"<details><summary>{what}</summary>\n\n{text}\n\n</details>\n"
 
 
 def plot_link(name: str, what: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from result_files import SHAPES, cells, results
 from result_plots import draw_all
 from result_rest import COLUMNS, features, others, remaining_time, times_ours
-from result_sections import CONTEXT, by_mode, percents, prices, saved, savings, speed_ups, tuned_lists
+from result_sections import CONTEXT, by_mode, percents, prices, saved, speed_ups, tuned_lists
 
 INTRODUCTION = """\
 # Results
@@ -68,7 +68,7 @@ def summary() -> Iterator[str]:
             f"- **The cost**, {run['model']}: {seconds:.1f} s of start and {held:.0f} MB, for {len(last['buckets'])} "
             f"batch sizes; {100 * share:.1f} % of the KV cache."
         )
-    if savings():
+    if results("capture-list"):
         yield f"- **A list tuned to the traffic** saves {saved()}."
     for peer, name in COLUMNS.items():
         by_model: dict[str, list[str]] = {}
@@ -100,7 +100,7 @@ def missing() -> Iterator[str]:
             gone_ = [f"{batch} x {context:,}" for context, batch in PEER_CELLS if (peer, context, batch) not in timed]
             if gone_:
                 yield f"- {name}, {model}{'' if len(gone_) == len(PEER_CELLS) else ': ' + ', '.join(gone_)}."
-    yield "- A 70B, several GPUs, and graphs of prompts."
+    yield "- A 70B, and several GPUs."
 
 
 if __name__ == "__main__":

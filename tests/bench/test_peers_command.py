@@ -96,6 +96,7 @@ def test_vllm_is_started_once_for_all_cells(decoder: Decoder, monkeypatch: pytes
             def __init__(self, **options: Any) -> None:
                 assert (Path(options["model"]) / "config.json").exists()
                 started.append(options)
+                torch.backends.cuda.enable_cudnn_sdp(False)  # as vLLM 0.24 does
 
             def generate(self, prompts: list[Any], params: Any, use_tqdm: bool) -> list[Any]:
                 asked.append((len(prompts), params.max_tokens))
@@ -117,6 +118,7 @@ def test_vllm_is_started_once_for_all_cells(decoder: Decoder, monkeypatch: pytes
     tokens = options["kv_cache_memory_bytes"] // decoder.config.kv_bytes_per_token(decoder.dtype)
     assert tokens >= max(batch * (context + room + 104) for batch, context in cells)
     assert asked == [(batch, count) for batch, _ in cells for count in (1, *[8, 104] * 3)]
+    assert torch.backends.cuda.cudnn_sdp_enabled(), "it would take the torch baseline's attention away"
 
 
 def test_ostinato_must_run_whole(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,8 +60,9 @@ INTERACTIONS = (
     Interaction(
         "Chunked prefill",
         "no for the prefill part; yes for the decode part",
-        "chunks of prompts run eagerly, in steps of their own; decode steps between them replay as ever",
-        "PREFILL",
+        "chunks of prompts run eagerly, in steps of their own; decode steps between them replay as ever, and so does a "
+        "short prompt in one piece (on a GPU, or with `prompt_capture_sizes`)",
+        "PROMPT_IN_PARTS",
     ),
     Interaction("Multi-LoRA", "careful: some engines disable graphs", "not built", "enable_lora"),
     Interaction(
@@ -104,8 +105,8 @@ def page(cells: Sequence[BreakCell]) -> str:
         cell = by_name.get(one.shown_by)
         if cell is not None:
             rows.append([one.feature, one.elsewhere, one.ours, cell.path, f"`{cell.reason}`", _cost(cell)])
-        elif one.shown_by == "PREFILL":
-            rows.append([one.feature, one.elsewhere, one.ours, "eager", "`PREFILL`", "none for decode steps"])
+        elif one.shown_by == "PROMPT_IN_PARTS":
+            rows.append([one.feature, one.elsewhere, one.ours, "eager", "`PROMPT_IN_PARTS`", "none for decode steps"])
         else:
             said = f"`EngineConfig` {refused[one.shown_by]}"
             rows.append([one.feature, one.elsewhere, one.ours, "refused", said, "none"])

@@ -40,20 +40,24 @@ class VllmModel:
         free, total = torch.cuda.mem_get_info() if decoder.device.type == "cuda" else (1, 1)
         self._folder = tempfile.TemporaryDirectory()  # until the end: what vLLM reads later is not said
         hf_config(decoder.config).save_pretrained(self._folder.name)
-        self.llm: Any = vllm.LLM(
-            model=self._folder.name,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            dtype=str(decoder.dtype).removeprefix("torch."),
-            max_model_len=demand.reach(more),
-            max_num_seqs=max(demand.batches),
-            block_size=BLOCK,
-            kv_cache_memory_bytes=demand.kv_tokens(more, BLOCK) * decoder.config.kv_bytes_per_token(decoder.dtype),
-            gpu_memory_utilization=0.5 * free / total,  # beside kv_cache_memory_bytes a check at its start alone
-            compilation_config={"cudagraph_capture_sizes": demand.batches},
-            seed=0,
-        )
+        cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        try:
+            self.llm: Any = vllm.LLM(
+                model=self._folder.name,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                generation_config="vllm",
+                dtype=str(decoder.dtype).removeprefix("torch."),
+                max_model_len=demand.reach(more),
+                max_num_seqs=max(demand.batches),
+                block_size=BLOCK,
+                kv_cache_memory_bytes=demand.kv_tokens(more, BLOCK) * decoder.config.kv_bytes_per_token(decoder.dtype),
+                gpu_memory_utilization=0.5 * free / total,  # beside kv_cache_memory_bytes a check at its start alone
+                compilation_config={"cudagraph_capture_sizes": demand.batches},
+                seed=0,
+            )
+        finally:  # vLLM switches it off, for the attention of other peers as well
+            torch.backends.cuda.enable_cudnn_sdp(cudnn)
 
     def at(self, work: Work) -> "VllmPeer":
         return VllmPeer(self.llm, work)

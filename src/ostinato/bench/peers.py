@@ -193,7 +193,7 @@ class Contest:
     ) -> None:
         self._decoder, self._cells, self._rounds, self._steps = decoder, cells, rounds, steps
         self._deadline = Deadline(seconds)
-        self._room = WARM_STEPS + rounds * steps + 8
+        self._room = room_of(rounds, steps)
         self._every = {OURS: _Turns(_Ostinato())} | {name: _Turns() for name in peers}
         demand = Demand(cells, self._room)
         for name in peers:
@@ -260,6 +260,11 @@ class Contest:
         num_bytes = step_bytes(decoder.config, [context + room // 2] * batch, decoder.dtype.itemsize)
         ours = statistics.median(every[OURS].times)
         return [_summary(name, one, batch, context, ours, num_bytes / ceiling) for name, one in every.items()]
+
+
+def room_of(rounds: int, steps: int) -> int:
+    """Tokens that a sequence may get, and more than it does."""
+    return WARM_STEPS + rounds * steps + 8
 
 
 def _summary(
