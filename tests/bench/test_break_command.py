@@ -35,7 +35,7 @@ def test_all_twelve_features_have_a_row() -> None:
         "Pipeline parallelism",
         "Custom masks",
     ]
-    assert {one.shown_by for one in INTERACTIONS} <= {*(one.name for one in BREAKS), *refusals(), "PREFILL"}
+    assert {one.shown_by for one in INTERACTIONS} <= {*(one.name for one in BREAKS), *refusals(), "PROMPT_IN_PARTS"}
 
 
 @pytest.mark.parametrize("name", refusals())
