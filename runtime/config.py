@@ -46,7 +46,8 @@ class EngineConfig:
             that differ; None: on a GPU.
         run_ahead: start a decode step that replays a graph before the tokens of the one before are looked at, which
             hides the host's work; None: on a GPU.
-        require_graphs: missing graphs are an error at start, and an eager decode step is one later.
+        require_graphs: missing graphs are an error at start, so is "auto" where it means none, and an eager decode step
+            is one later.
 
     Raises:
         ValueError: a value outside these limits.

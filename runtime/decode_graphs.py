@@ -66,7 +66,7 @@ class DecodeGraphs:
         if settings.prompt_sizes:
             self.prompts = self._whole_runner("prefill", WholePrompt(pieces, buffers, settings.prompt_sizes))
         self.step = PiecewiseStep(
-            pieces, buffers, sizes, self._region, lambda key: self._addresses.check(Path.PIECEWISE, key)
+            pieces, buffers, sizes, self._region, lambda key: self.addresses.check(Path.PIECEWISE, key)
         )
         self._failed: dict[tuple[Path, BucketKey], tuple[Reason, str]] = {}
         self._whole_buckets: dict[tuple[Path, BucketKey], bool] = {}
@@ -75,7 +75,7 @@ class DecodeGraphs:
             runner.prepare_for_capture()
         pieces.sampler.claim_counts()
         buffers.seal()
-        self._addresses = Addresses(pieces, buffers)
+        self.addresses = Addresses(pieces, buffers)
         self.ledger.buffer_bytes = buffers.num_bytes
 
     @property
@@ -258,7 +258,7 @@ class DecodeGraphs:
     ) -> dict[str, Tensor]:
         if not eager:
             try:
-                self._addresses.check(Path.WHOLE, key)
+                self.addresses.check(Path.WHOLE, key)
                 lease = runner.lease(key)
                 outputs = runner.run_forward(lease, inputs)
                 runner.release(lease, num_rows)

@@ -16,7 +16,7 @@ from .graph_start import DecodePolicy
 from .interventions import Hooks
 from .memory import memory_for
 from .model_runner import ModelRunner
-from .rank_agreement import graphs_required
+from .rank_agreement import GraphsRequiredError, graphs_required
 from .sampler import Sampler
 from .step_state import StepState
 
@@ -71,16 +71,22 @@ def build_runner(
 
 
 def graph_plan(config: EngineConfig, device: torch.device) -> tuple[DecodePolicy, GraphSettings]:
-    """What a config means for decode steps on a device."""
-    mode = config.graphs
+    """What a config means for decode steps on a device.
+
+    Raises:
+        GraphsRequiredError: graphs are required, and "auto" means none here.
+    """
+    mode, required = config.graphs, graphs_required(config.require_graphs)
     if mode == "auto":
         mode = "whole" if device.type == "cuda" or config.enable_decode_graphs else "off"
+        if required and mode == "off":
+            raise GraphsRequiredError(f'CUDA graphs are required, but graphs="auto" means none on {device}')
     policy = DecodePolicy(
         path={"off": Path.EAGER, "whole": Path.WHOLE, "piecewise": Path.PIECEWISE}[mode],
         forced=config.enable_decode_graphs is False,
         lazy_steps=max(1, config.graph_warmup_steps) if config.capture == "lazy" else None,
         prompt_lazy_steps=max(1, config.graph_warmup_steps),
-        required=graphs_required(config.require_graphs),
+        required=required,
         self_test=device.type == "cuda" if config.graph_self_test is None else config.graph_self_test,
     )
     settings = GraphSettings(

@@ -1,4 +1,4 @@
-"""Where everything lies that graphs are captured with, compared when they replay for the first time."""
+"""Where everything lies that graphs are captured with, compared when they first replay for somebody."""
 
 from .decode_pieces import DecodePieces
 from .graph_buckets import BucketKey
@@ -29,11 +29,15 @@ class Addresses:
             raise RuntimeError(f"moved since the graphs were captured: {', '.join(moved[:5])}")
         self._checked.add((path, key))
 
+    def forget(self) -> None:
+        """Look again at every bucket's next replay."""
+        self._checked.clear()
+
     def _now(self) -> dict[str, int]:
         pieces = self._pieces
         named = dict(pieces.model.state_dict()) | self._buffers.tensors
         caches = [*pieces.kv_cache.k, *pieces.kv_cache.v]
-        rows = [*pieces.state.device_tensors(), *pieces.sampler.row_tensors(), pieces.model.cos, pieces.model.sin]
+        rows = [*pieces.state.device_tensors(), *pieces.sampler.device_tensors(), pieces.model.cos, pieces.model.sin]
         named |= {f"cache {i}": tensor for i, tensor in enumerate(caches)}
         named |= {f"row state {i}": tensor for i, tensor in enumerate(rows)}
         return {name: tensor.data_ptr() for name, tensor in named.items()}

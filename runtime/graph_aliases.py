@@ -38,7 +38,7 @@ def lasting(graphs: DecodeGraphs) -> dict[str, Tensor]:
     for letter, caches in (("k", pieces.kv_cache.k), ("v", pieces.kv_cache.v)):
         tensors |= {f"{letter} cache of layer {i}": cache for i, cache in enumerate(caches)}
     tensors |= _numbered("step state", pieces.state.device_tensors())
-    tensors |= _numbered("sampling row state", pieces.sampler.row_tensors())
+    tensors |= _numbered("sampling state", pieces.sampler.device_tensors())
     tensors |= {f"buffer {name}": buffer for name, buffer in graphs.resources.buffers.tensors.items()}
     for runner in graphs.runners:
         for key in runner.bucket_keys():

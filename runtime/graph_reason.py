@@ -36,6 +36,7 @@ class Reason(StrEnum):
     RANK_DISAGREED = "another rank has no graph for the bucket"
     OVER_BUDGET = "the bucket's graph did not fit the memory for graphs"
     REPLAY_FAILED = "a replay of the bucket failed"
+    ALIASED = "the bucket's graph may overwrite what must last"
     SELF_TEST_FAILED = "the bucket's replay did not compute what its Python computes"
 
 
@@ -45,6 +46,7 @@ DROPPED = frozenset(
         Reason.RANK_DISAGREED,
         Reason.OVER_BUDGET,
         Reason.REPLAY_FAILED,
+        Reason.ALIASED,
         Reason.SELF_TEST_FAILED,
     )
 )

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from .decode_graphs import DecodeGraphs
+from .graph_aliases import find_aliases
 from .graph_buckets import BucketKey
-from .graph_reason import Path
+from .graph_reason import Path, Reason
 from .graph_self_test import self_test_late
 from .inference_graph_capture import InferenceGraphCapture, StepMode
 
@@ -28,8 +29,8 @@ class LateCaptures:
         """Whether the bucket's graphs are there and right; those that are missing are captured and compared first."""
         graphs = self._graphs
         if not graphs.has(path, key):
-            if graphs.capture_bucket(path, key) and self._self_test:
-                self_test_late(graphs, path, key)
+            if graphs.capture_bucket(path, key):
+                self._check(path, key)
             if not graphs.has(path, key):
                 return False
         machine = self._machines.get((path, key))
@@ -38,6 +39,14 @@ class LateCaptures:
             machine.record_capture(self._num_captured, key.bs, 1)
         assert machine is None or machine.check_static_shape(key.bs, 1), "a bucket replays its own shape"
         return True
+
+    def _check(self, path: Path, key: BucketKey) -> None:
+        """What is done at start for all graphs, for those that were captured now."""
+        aliases = find_aliases(self._graphs)
+        if aliases:
+            self._graphs.fail(path, key, "; ".join(aliases), Reason.ALIASED)
+        elif self._self_test:
+            self_test_late(self._graphs, path, key)
 
     def advance(self, path: Path, key: BucketKey) -> None:
         """A step that was to run on this path and bucket is over, however it ran."""

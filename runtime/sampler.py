@@ -167,6 +167,12 @@ class Sampler:
         state = [self._reals, self._integers, self._bias_ids, self._biases, self._banned_ids, self._is_banned]
         return [*state, *(self._counts or ())]
 
+    def device_tensors(self) -> list[Tensor]:
+        """All that sampling reads and writes on the device, what its kernels hand to each other included."""
+        spaces = (one for one in (self._workspace, self._logprobs_workspace) if one is not None)
+        handed = [tensor for one in spaces for tensor in vars(one).values() if isinstance(tensor, Tensor)]
+        return [*self.row_tensors(), self._row_numbers, *handed]
+
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
         """Within the body rows may be set, and tokens sampled in any of them; that is undone at its end."""

@@ -1,4 +1,4 @@
-"""--graphs and --enforce-eager."""
+"""--graphs, --capture, --capture-sizes and --enforce-eager."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +28,17 @@ def test_sizes_come_from_the_option_or_a_file(cli: Cli, chat_model: Path, tmp_pa
         assert "graphs: whole, 2 sizes up to 3" in run.err
     run = cli(*ARGUMENTS, "-m", chat_model, "--capture-sizes", "1,0")
     assert (run.code, "at least 1, got 0" in run.err) == (2, True)
+
+
+def test_captures_may_be_late(cli: Cli, chat_model: Path) -> None:
+    runs = [
+        cli(*ARGUMENTS, "-m", chat_model, "--graphs", "whole", "--capture", when) for when in ("lazy", "startup", "off")
+    ]
+    assert [run.code for run in runs] == [0, 0, 2]
+    assert runs[0].out == runs[1].out
+    assert "graphs: whole, captured when used" in runs[0].err
+    assert "graphs: whole, size 1, in " in runs[1].err
+    assert "--capture" in runs[2].err
 
 
 @pytest.mark.parametrize("graphs", ["whole", "piecewise"])

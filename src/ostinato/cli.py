@@ -18,7 +18,7 @@ from rich.text import Text
 from . import __version__
 from . import cli_options as options
 from .bench.cli import app as bench
-from .cli_options import Graphs, LoadFormat, ending, output
+from .cli_options import Capture, Graphs, LoadFormat, ending, output
 
 if TYPE_CHECKING:
     from .llm import LLM
@@ -120,6 +120,7 @@ def generate(
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
     graphs: options.GraphMode = Graphs.AUTO,
+    capture: options.CaptureTime = Capture.STARTUP,
     enforce_eager: options.EnforceEager = False,
     capture_sizes: options.CaptureSizes = None,
     generation_config: options.GenerationConfig = "auto",
@@ -181,7 +182,7 @@ def generate(
     built_in = GENERATE | {"max_tokens": max(GENERATE["max_tokens"], min_tokens)}
     checked = SamplingParams(**built_in | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
-    config = _config(max_model_len, graphs, enforce_eager, capture_sizes, max_num_seqs=min(n, 32))
+    config = _config(max_model_len, graphs, capture, enforce_eager, capture_sizes, max_num_seqs=min(n, 32))
     loading = (terminal, model, revision, load_format, device, dtype, config, generation_config, checked)
     llm = _load(*loading, skip_tokenizer_init=skip_tokenizer_init)
     params = llm.sampling_defaults.params(given, built_in)
@@ -201,6 +202,7 @@ def chat(
     dtype: options.DType = "auto",
     max_model_len: options.MaxModelLen = None,
     graphs: options.GraphMode = Graphs.AUTO,
+    capture: options.CaptureTime = Capture.STARTUP,
     enforce_eager: options.EnforceEager = False,
     generation_config: options.GenerationConfig = "auto",
     temperature: options.Temperature = None,
@@ -243,7 +245,7 @@ def chat(
     }
     checked = SamplingParams(**CHAT | given)  # refuses mistakes before a model is loaded
     terminal = Terminal()
-    config = _config(max_model_len, graphs, enforce_eager, None, max_num_seqs=1)
+    config = _config(max_model_len, graphs, capture, enforce_eager, None, max_num_seqs=1)
     llm = _load(terminal, model, revision, LoadFormat.AUTO, device, dtype, config, generation_config, checked)
     Conversation(llm, llm.sampling_defaults.params(given, CHAT), terminal, system=system).run()
 
@@ -322,7 +324,13 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
 
 
 def _config(
-    max_model_len: int | None, graphs: Graphs, enforce_eager: bool, sizes: str | None, *, max_num_seqs: int
+    max_model_len: int | None,
+    graphs: Graphs,
+    capture: Capture,
+    enforce_eager: bool,
+    sizes: str | None,
+    *,
+    max_num_seqs: int,
 ) -> "EngineConfig":
     """One request at a time needs no KV cache for more sequences, and no graphs for more."""
     from .runtime import EngineConfig
@@ -335,6 +343,7 @@ def _config(
         max_num_seqs=max_num_seqs,
         max_model_len=max_model_len,
         graphs=mode.value,
+        capture=capture.value,
         capture_sizes=None if sizes is None else tuple(parse_sizes(sizes)),
     )
 

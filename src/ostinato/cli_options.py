@@ -14,6 +14,13 @@ class LoadFormat(StrEnum):
     DUMMY = "dummy"
 
 
+class Capture(StrEnum):
+    """When graphs are recorded."""
+
+    STARTUP = "startup"
+    LAZY = "lazy"
+
+
 class Graphs(StrEnum):
     """How decode steps run."""
 
@@ -50,6 +57,9 @@ MaxModelLen = Annotated[
 
 GraphMode = Annotated[
     Graphs, _model("--graphs", help="Record decode steps, as CUDA graphs or on a CPU's tape. auto: whole on a GPU.")
+]
+CaptureTime = Annotated[
+    Capture, _model("--capture", help="When to record: all at start-up, or lazy, each batch size once it is in use.")
 ]
 CaptureSizes = Annotated[
     str | None,

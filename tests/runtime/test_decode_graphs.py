@@ -186,7 +186,7 @@ def test_nothing_that_outlives_a_replay_lies_in_the_pool(shared: Callable[..., E
     graphs = shared(graphs=mode).decode_runner.graphs
     assert graphs is not None
     names = lasting(graphs)
-    for kind in ("weight", "k cache", "step state", "sampling row", "buffer", "output token_ids", "output logprobs"):
+    for kind in ("weight", "k cache", "step state", "sampling state", "buffer", "output token_ids", "output logprobs"):
         assert any(name.startswith(kind) for name in names), kind
     assert find_aliases(graphs) == []
 
@@ -586,6 +586,17 @@ def test_required_graphs_that_are_missing_are_one_error_at_start(
     backend.num_captures = 0
     with pytest.raises(GraphsRequiredError, match="batch size 4"):
         engine()
+
+
+@pytest.mark.parametrize("by", ["config", "environment"])
+def test_required_graphs_are_an_error_where_auto_means_none(
+    make_engine: MakeEngine, tiny_decoder: MakeDecoder, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """As on a machine whose GPU is not found."""
+    if by == "environment":
+        monkeypatch.setenv("OSTINATO_REQUIRE_CUDA_GRAPHS", "1")
+    with pytest.raises(GraphsRequiredError, match='graphs="auto" means none on cpu'):
+        make_engine(tiny_decoder("cpu"), graphs="auto", require_graphs=by == "config")
 
 
 @pytest.mark.parametrize("by", ["config", "environment"])
