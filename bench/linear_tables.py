@@ -68,25 +68,20 @@ def one_token() -> Iterator[str]:
         yield f"\nThe greedy choice adds {both - head:.1f} µs to the head."
 
 
-def shipped(cells: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
-    """A projection with its neighbours: of the plans timed in this run, the fastest is the one that ships."""
-    other = (f"{key}/bare", f"{key}/cublas")
-    return min((cells[name] for name in cells if name.startswith(f"{key}/") and name not in other),
-               key=lambda cell: float(cell["median"]))  # fmt: skip
-
-
 def some_tokens() -> Iterator[str]:
     header, cells = runs("h200-linear")
     yield f"\n## Projections, 8 to 32 tokens\n\nbf16. {environment(header)}"
     yield "*All* is with norm, activation and residual, *bare* without the norm, cuBLAS the product alone (`F.linear`)."
-    yield "The kernel is the one before its newer forms, on which see below."
     for model in MODELS:
         yield f"\n{TITLES[model]}:\n"
         yield "| tokens | projection | all, µs | bare, µs | cuBLAS, µs | all / cuBLAS | bare / cuBLAS |"
         yield "|---|---|---|---|---|---|---|"
         for tokens in (8, 16, 32):
-            for op in OPS:
-                yield f"| {tokens} | {op} | {against_blas(cells, f'{model}/{tokens}/{op}')} |"
+            rows = {op: kinds(cells, f"{model}/{tokens}/{op}") for op in OPS}
+            rows["**the four of a layer**"] = [sum(times) for times in zip(*(rows[op] for op in OPS[:-1]), strict=True)]
+            for name, (whole, bare, theirs) in rows.items():
+                ratios = f"{whole / theirs:.3f} | {bare / theirs:.3f}"
+                yield f"| {tokens} | {name} | {whole:.2f} | {bare:.2f} | {theirs:.2f} | {ratios} |"
             for part, words in (("layers", "all layers"), ("chain", "all layers and the head")):
                 ours, blas = (cells[f"{model}/{tokens}/{part}-{kind}"]["median"] for kind in ("ours", "blas"))
                 yield (
@@ -94,19 +89,16 @@ def some_tokens() -> Iterator[str]:
                 )
 
 
-def against_blas(cells: dict[str, dict[str, Any]], key: str) -> str:
-    whole, bare = shipped(cells, key), cells[f"{key}/bare"]
-    ours, product, theirs = (c["median"] / c["count"] for c in (whole, bare, cells[f"{key}/cublas"]))
-    same = whole["id"].endswith(("/all", bare["plan"]))
-    alone, ratio = (f"{product:.2f}", f"{product / theirs:.3f}") if same else ("", "")
-    return f"{ours:.2f} | {alone} | {theirs:.2f} | {ours / theirs:.3f} | {ratio}"
+def kinds(cells: dict[str, dict[str, Any]], key: str) -> list[float]:
+    """Microseconds of a projection with its neighbours, without its norm, and by cuBLAS."""
+    times = [cells[f"{key}/{kind}"] for kind in ("all", "bare", "cublas")]
+    return [cell["median"] / cell["count"] for cell in times]
 
 
 def crossovers() -> Iterator[str]:
     header, cells = runs("h200-linear")
     yield f"\n## Where one road gives way to another\n\nWith norm, activation and residual. {environment(header)}"
-    yield "The fastest is in bold. The tensor-core kernel is the one before its newer forms; with these the dot-free"
-    yield "one keeps two tokens only at qkv and at the head of the 8B, else the bold road ships.\n"
+    yield "The fastest is in bold. The dot-free kernel is cut by its rule, or as it ships where that is its road.\n"
     yield "| model | tokens | projection | dot-free, µs | tensor cores, µs | cuBLAS, µs |\n|---|---|---|---|---|---|"
     for model in MODELS:
         for tokens in (2, 3, 4, 64):
@@ -139,29 +131,6 @@ def forms() -> Iterator[str]:
             cell, blas = some.get(f"{key}/{form}"), some[f"{key}/cublas"]
             ratios.append(f"{cell['median'] / blas['median']:.3f}" if cell else "")
         yield f"| {TITLES[model]} | {tokens} | {op} | {' | '.join(ratios)} |"
-    yield from ships()
-    yield "\nThe layers in one graph (16 of the 8B), with the best plans of these runs, over the same with cuBLAS and"
-    yield "our neighbours:\n\n| model | 8 tokens | 16 | 32 |\n|---|---|---|---|"
-    for model in MODELS:
-        layers = [some[f"{model}/{tokens}/layers"] for some, tokens in ((cells, 8), (later, 16), (cells, 32))]
-        texts = [f"{cell['median'] / cell['blas']:.3f}" for cell in layers]
-        yield f"| {TITLES[model]} | {' | '.join(texts)} |"
-
-
-def ships() -> Iterator[str]:
-    """What has been measured of the plans that ship: one model at one number of tokens."""
-    header, cells = runs("h200-linear-ships")
-    model, tokens = "llama-3.1-8b", 8
-    key = f"{model}/{tokens}"
-    yield f"\n{TITLES[model]} at {tokens} tokens with the plans that ship. {environment(header)}"
-    yield "Those for 16 and 32 tokens and for Llama-3.2-1B have been timed in the runs above only, some alone.\n"
-    yield "| projection | all, µs | bare, µs | cuBLAS, µs | all / cuBLAS | bare / cuBLAS |\n|---|---|---|---|---|---|"
-    for op in OPS:
-        yield f"| {op} | {against_blas(cells, f'{key}/{op}')} |"
-    ours, blas = (cells[f"{key}/layers-{kind}"]["median"] for kind in ("ours", "blas"))
-    yield f"| **all layers** | {ours:.1f} | | {blas:.1f} with our neighbours | {ours / blas:.3f} | |"
-    chain = cells[f"{model}/1/chain"]
-    yield f"\nOne token took {chain['median']:.1f} µs in this run, {100 * chain['share']:.2f} % of the read ceiling."
 
 
 def tried() -> Iterator[str]:

@@ -43,10 +43,10 @@ _ONE_TOKEN_H200 = {
     (16384, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
     (2048, 8192): LinearPlan("gemv", 1, 2048, 4, programs_per_sm=4),
     (128256, 2048): LinearPlan("gemv", 4, 1024, 2, early=1),
-    (6144, 4096): LinearPlan("gemv", 2, 2048, 4, programs_per_sm=4),
+    (6144, 4096): LinearPlan("gemv", 1, 2048, 4, programs_per_sm=6),
     (4096, 4096): LinearPlan("gemv", 2, 1024, 4, programs_per_sm=4),
     (28672, 4096): LinearPlan("gemv", 2, 2048, 4, early=1),
-    (4096, 14336): LinearPlan("gemv", 1, 2048, 8, programs_per_sm=4),
+    (4096, 14336): LinearPlan("gemv", 1, 2048, 8, programs_per_sm=2),
     (128256, 4096): LinearPlan("gemv", 2, 2048, 8, early=2),
 }
 _2_TOKENS_H200 = {
