@@ -69,10 +69,10 @@ class Engine:
             predicted = rehearsed_memory(model, config, plan, backend)
         if predicted is not None:
             rest = kv_cache_bytes(config, model.device) - predicted.total
-            plan = plan_kv_cache(config, model.config, model.dtype, rest)
             logger.info(
                 "graphs and what they work on will take %s; the KV cache gets %.1f MiB", predicted, rest / 2**20
             )
+            plan = plan_kv_cache(config, model.config, model.dtype, rest)
         self.kv_plan = plan
         before = memory_parts(backend, None) if predicted is not None else None
         with phases.phase("KV cache and buffers"):

@@ -488,6 +488,8 @@ def test_a_bucket_is_all_of_its_slots_or_nothing() -> None:
     rig.captured()
     assert rig.runner.dropped_buckets == [BucketKey("decode", None, 4, 4)]
     assert len(rig.runner.slots(BucketKey("decode", None, 2, 2))) == 2
+    rig.runner.drop(BucketKey("decode", None, 2, 2), Reason.OVER_BUDGET, "for a test")
+    assert rig.backend.pool_bytes(rig.pool) == 0
 
 
 def test_all_that_is_missing_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -176,6 +176,23 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing(
     assert graphs.backend.pool_bytes(graphs.resources.pool) == 0
 
 
+def test_the_kv_cache_gets_what_the_prediction_leaves(
+    engine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To the block, and the prediction is written down before, also where it leaves nothing."""
+    predicted, block_bytes = MemoryParts(pool=1000, tensors=30_000, driver=200), 4096
+    monkeypatch.setattr("ostinato.runtime.engine.rehearsed_memory", lambda *args: predicted)
+    for left in (8, 7):
+        one = engine(kv_cache_memory_bytes=predicted.total + left * block_bytes)
+        assert one.kv_plan.num_blocks == left
+        ledger = graphs_of(one).ledger
+        assert ledger.predicted == predicted
+        assert ledger.actual is not None
+    with caplog.at_level(logging.INFO), pytest.raises(ValueError, match=r"hold no block.* are the least"):
+        engine(kv_cache_memory_bytes=predicted.total, max_model_len=None)
+    assert "graphs and what they work on will take 0.0 MiB (pool 0.0, tensors 0.0, driver 0.0)" in caplog.text
+
+
 @pytest.mark.parametrize("mode", ["whole", "piecewise"])
 def test_a_late_capture_is_compared_and_leaves_sequences_alone(engine: Make, mode: str) -> None:
     """Lazy buckets, captured while sequences are under way, and regions captured for a hook in the middle of them."""

@@ -100,6 +100,8 @@ def test_neighbours_in_a_cut_stack_must_not_share_a_buffer(make_engine: Make, mo
     assert first.outputs(2)["hidden"].data_ptr() == third.outputs(2)["hidden"].data_ptr()
     with mock.patch.object(second, "outputs", first.outputs):
         assert any("both write to hidden" in line for line in find_aliases(graphs))
+    assert graphs.recut(())
+    assert not any(region.any_graphs for region in (first, second, third)), "those that are gone hold no memory"
 
 
 @pytest.mark.parametrize("what", ["a lazy bucket", "a prompt"])

@@ -163,6 +163,26 @@ def test_static_outputs_lie_outside_the_pool_and_outlive_other_replays() -> None
                 assert torch.equal(kept[other][1][name], value), (other, name)
 
 
+def test_what_is_allocated_between_captures_is_no_graph_s_scratch(device: str) -> None:
+    """B39: canaries that come after the captures whose scratch is free again."""
+    backend = graph_backend(torch.device(device))
+    pool, x = backend.new_pool(), torch.randn(4096, device=device)
+    graphs, canaries = [], {}
+    for size in (4096, 2048, 1024, 512):
+
+        def run(size: int = size) -> dict[str, Tensor]:
+            return {"y": (x[:size] * 2 + 1).relu() * 3}
+
+        with backend.on_capture_stream():
+            warm = run()
+        graphs.append(capture_with_static_outputs(run, warm, pool, backend.device, None)[0])
+        canaries[str(size)] = torch.full((size,), 7.0, device=device)
+    for index in torch.randint(4, (100,)).tolist():
+        graphs[index].replay()
+    assert all(canary.eq(7).all() for canary in canaries.values())
+    assert aliased_outputs(pool, canaries) == []
+
+
 def test_an_owned_out_buffer_is_the_static_output() -> None:
     backend = TapeBackend()
     pool, x, owned = backend.new_pool(), torch.randn(8), torch.zeros(8)

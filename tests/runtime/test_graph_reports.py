@@ -1,5 +1,6 @@
 """Reports on graphs elsewhere (docs/graph_reports.md) that can come true on a CPU and that no other test covers."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -205,6 +206,30 @@ def test_an_eager_batch_above_the_largest_graph_needs_no_buffer_of_it(build: Bui
 
 
 # Captures
+
+
+@MODES
+def test_an_engine_works_on_when_another_has_come_and_gone(
+    make_engine: Callable[..., Engine], tiny_decoder: Callable[..., Decoder], device: str, mode: str
+) -> None:
+    """B43: the other one decodes beside it, on the same weights, and goes in the middle of a sequence."""
+    model, config = tiny_decoder(device), {"max_num_seqs": 2, "max_model_len": 48, "graphs": mode}
+    expected = []
+    for others in (False, True):
+        one = make_engine(model, **config)
+        sequences = start(one, 2)
+        one.step()
+        if others:
+            other = make_engine(model, **config)
+            start(other, 1)
+            other.step()
+            del other
+            gc.collect()
+        while one.has_work:
+            one.step()
+        expected.append(tokens(sequences))
+        assert one.graph_report().eager_decodes == 0
+    assert expected[0] == expected[1]
 
 
 class Noting(TapeBackend):
