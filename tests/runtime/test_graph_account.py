@@ -50,6 +50,7 @@ def test_the_ledger_has_every_graph_and_adds_up(engine: Make) -> None:
     }
     assert ledger.pool_bytes == graphs.backend.pool_bytes(graphs.resources.pool)
     assert ledger.buffer_bytes == graphs.resources.buffers.num_bytes
+    assert ledger.driver_bytes == 0 or graphs.backend.device.type == "cuda", "a tape has no driver"
     for entry in ledger.entries:
         counts = entry.counts.nodes
         assert counts is None or counts > 10
@@ -96,6 +97,8 @@ def test_manifests_of_equal_builds_are_equal_and_a_changed_one_is_told(engine: M
         manifests[1]["buckets"][0]["kernels"][0]["count"] += 2
         assert any("2 more of" in line for line in diff_manifests(manifests[0], manifests[1]))
     assert any("nodes" in line for line in diff_manifests(manifests[0], manifests[1]))
+    manifests[1]["buckets"][1]["outputs"]["token_ids"]["bytes"][1] += 8
+    assert any(": outputs" in line for line in diff_manifests(manifests[0], manifests[1]))
 
 
 @pytest.mark.parametrize("mode", ["whole", "piecewise"])
@@ -168,9 +171,12 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing(
     def build() -> Any:
         runner, num_bytes = build_runner(model, config, KVPlan(4, 64), Hooks(2), backend)
         made.append(runner.decode_runner.graphs)
-        return runner, num_bytes
+        return runner, num_bytes + 12345
 
-    assert rehearse(build, backend).pool > 0
+    predicted = rehearse(build, backend)
+    assert predicted.pool > 0
+    if device == "cpu":  # where only pools are counted, and what is said to be the KV cache's comes off
+        assert (predicted.tensors, predicted.driver) == (-12345, 0)
     [graphs] = made
     assert not any(runner.any_graphs for runner in graphs.runners)
     assert graphs.backend.pool_bytes(graphs.resources.pool) == 0
