@@ -143,16 +143,17 @@ def test_a_capture_is_in_ledger_manifest_and_proof(engine: Make, generate: Gener
 
 @pytest.mark.parametrize("run_ahead", [False, True], ids=["one step after the other", "one step ahead"])
 def test_a_late_capture_leaves_sequences_alone(engine: Make, generate: Generate, run_ahead: bool) -> None:
-    """One decodes while the bucket of another's prompt is captured and compared."""
+    """One decodes while the bucket of another's prompt is captured and compared, over the blocks that it has."""
     params = SamplingParams(temperature=0.0, max_tokens=12)
     [expected] = generate(engine(graphs="off"), (prompt(30), params))
     one = engine(graph_self_test=True, run_ahead=run_ahead)
-    generate(one, (prompt(6), ONE))
-    [long], [short] = one.create(prompt(30), params), one.create(prompt(5), ONE)
+    [long], *shorts = (one.create(*request) for request in ((prompt(30), params), (prompt(6), ONE), (prompt(5), ONE)))
     one.add(long)
-    for _ in range(4):
-        one.step()
-    one.add(short)
+    for [short] in shorts:
+        for _ in range(2):
+            one.step()
+        assert FIRST_BLOCK in long.blocks
+        one.add(short)
     while one.has_work:
         one.step()
     assert counts(one) == {Reason.WARMUP: 1, Reason.PROMPT_TOO_LONG: 1, Reason.PROMPT: 1}
