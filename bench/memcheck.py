@@ -65,6 +65,28 @@ def cases(device: str) -> Iterator[str]:
         for which in (offsets, few):
             kernels.attention_prefill(q, cache.k[0], cache.v[0], tables, lens, which, 0.1)
         yield f"the rest, {batch} rows"
+    yield from sampling(device)
+
+
+def sampling(device: str) -> Iterator[str]:
+    """Rows greedy and random, of few tokens and of many, with every list and count, at an odd vocabulary."""
+    vocab, kinds = 5003, [(0.0, 0, 1.0), (0.8, 50, 0.9), (9.0, 4000, 0.9), (1.0, 0, 0.5), (1.0, 0, 1.0)]
+    for num in (3, 5):
+        reals = torch.tensor([[temperature, p, 0.0, 1.2, 0.1, 0.1] for temperature, _, p in kinds[:num]])
+        integers = torch.tensor([[k, 7, 0, 10] for _, k, _ in kinds[:num]])
+        ids, biases = (
+            torch.tensor([[0, 0, 1, vocab - 1]] * num),
+            torch.tensor([[kernels.UNUSED_BIAS] * 2 + [1.0] * 2] * num),
+        )
+        banned, prompt = torch.tensor([[False] + [True] * 3] * num), torch.ones(num, vocab, dtype=torch.bool)
+        tensors = (reals, integers, ids, biases, ids, banned, prompt, torch.zeros(num, vocab, dtype=torch.int32))
+        state, index = kernels.SamplingRows(*(tensor.to(device) for tensor in tensors)), torch.arange(num).to(device)
+        logits = torch.randn(num, vocab).to(device, BF16)
+        for steps in (kernels.SampleSteps(), kernels.SampleSteps(*[True] * 7)):
+            kernels.sample_rows(logits, index, index, state, steps)
+        for most in (0, 20):
+            kernels.logprobs(logits, index, most)
+        yield f"sampling, {num} rows"
 
 
 def main() -> None:

@@ -236,3 +236,19 @@ def test_a_sequence_does_not_depend_on_its_neighbours(draw: Draw) -> None:
     batch.seq_lens[1] = 0
     after = attention_decode(q, batch.k_cache, batch.v_cache, batch.tables, batch.seq_lens, 0.125)
     assert torch.equal(before[0], after[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_contexts_of_128k(head_dim: int) -> None:
+    """With the plan that ships, beside a sequence of some keys."""
+    length, kv_heads, block_size = 131072, 2, 16
+    columns = length // block_size
+    caches = [torch.randn(2 + columns, kv_heads, block_size, head_dim, device="cuda").bfloat16() for _ in "kv"]
+    tables = (torch.randperm(columns) + 2).to("cuda", torch.int32).repeat(2, 1)
+    lens = torch.tensor([length, 77], dtype=torch.int32, device="cuda")
+    q = torch.randn(2, 4 * kv_heads, head_dim, device="cuda").bfloat16()
+    out = attention_decode(q, *caches, tables, lens, 1.0)
+    truth = attention_decode_ref(q.double(), *(cache.double() for cache in caches), tables, lens, 1.0)
+    for row, exact in zip(out.double(), truth, strict=True):
+        assert (row - exact).norm() <= 8e-3 * exact.norm()

@@ -166,6 +166,31 @@ def rms_norm_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
     return lambda: cuda(5, 1024), lambda x: k.rms_norm(x, weight, 1e-5)
 
 
+def add_rms_norm_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    residual, weight = cuda(5, 1024), cuda(1024)
+    return lambda: cuda(5, 1024), lambda x: torch.cat(k.add_rms_norm(x, residual, weight, 1e-5))
+
+
+def sample_rows_case(steps: k.SampleSteps) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    """A row for each road: greedy, few tokens, a flat one whose borders take the bins, one that no filter holds."""
+    vocab, index = 20001, torch.arange(4, device="cuda")
+    reals = torch.tensor([[0.0, 0.5, 0, 1, 0, 0], [0.8, 0.9, 0, 1, 0, 0], [9.0, 0.9, 0, 1, 0, 0], [1.0, 1, 0, 1, 0, 0]])
+    integers = torch.tensor([[5, 1, 0, 0], [50, 2, 0, 0], [9000, 3, 1, 0], [0, 4, 0, 0]])
+    lists = [torch.zeros(4, 1, dtype=kind, device="cuda") for kind in (torch.int64, torch.float32, torch.int64)]
+    state = k.SamplingRows(reals.cuda(), integers.cuda(), *lists, torch.zeros(4, 1, dtype=torch.bool, device="cuda"))
+    workspace = k.SampleWorkspace(4, vocab, device="cuda")
+    return lambda: cuda(4, vocab), lambda x: k.sample_rows(x, index, index, state, steps, workspace=workspace)
+
+
+def logprobs_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    index, workspace = torch.arange(4, device="cuda"), k.LogprobsWorkspace(4, 20001, device="cuda")
+
+    def run(x: Tensor) -> Tensor:
+        return torch.cat([one.flatten().double() for one in k.logprobs(x, index, 9, workspace=workspace)])
+
+    return lambda: cuda(4, 20001), run
+
+
 def residual_add_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
     residual, weight = cuda(5, 1024), cuda(1024)
     return lambda: cuda(5, 1024), lambda x: k.residual_add(x, residual, scale=0.3, norm_weight=weight, norm_eps=1e-5)
@@ -201,7 +226,11 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Tensor], Call
     yield "commit", commit_case
     yield "update-rows", update_rows_case
     yield "rms-norm", rms_norm_case
+    yield "add-rms-norm", add_rms_norm_case
     yield "residual-add", residual_add_case
+    yield "sample-rows", lambda: sample_rows_case(k.SampleSteps(random=True))
+    yield "sample-rows-filtered", lambda: sample_rows_case(k.SampleSteps(random=True, top_k=True, top_p=True))
+    yield "logprobs", logprobs_case
     yield "swiglu", lambda: (lambda: cuda(5, 1024), k.swiglu)
     yield "greedy", lambda: (lambda: cuda(3, 50000), k.greedy)
     yield "embedding", embedding_case
