@@ -99,7 +99,7 @@ and `logprobs` beside their references.
 
 Greedy batches need the first and the last, unfiltered ones also the race. A row that needs less than its batch leaves
 at once. No launch stores adjusted logits: each computes them anew from the logits, which the L2 holds, so that the
-workspace is 46 KB a row and not half a megabyte. The list of a row's biases or bans ascends; a stretch finds its part
+workspace is 44 KB a row and not half a megabyte. The list of a row's biases or bans ascends; a stretch finds its part
 by counting, and looks at no other entry.
 
 *Few tokens.* At least k tokens reach the k-th largest of any maxima, so the first list has the k first. Where it has no

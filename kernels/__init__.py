@@ -1,4 +1,4 @@
-"""The ops of a decode step, one a file.
+"""The ops of a step, one a file.
 
 Each op has a launcher `op` and a torch reference `op_ref` of the same signature, right on any device and dtype, and the
 truth that device kernels are tested against. Where an op has no device kernel, the launcher is the reference.

@@ -112,7 +112,7 @@ class SamplingParams:
         return self.temperature == 0
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Raise ValueError for a token id in logit_bias or stop_token_ids outside 0 ... vocab_size - 1."""
+        """Raise ValueError for a token id in logit_bias, stop_token_ids or allowed_token_ids outside the vocabulary."""
         allowed = () if self.allowed_token_ids is None or callable(self.allowed_token_ids) else self.allowed_token_ids
         for name, ids in (
             ("logit_bias", self.logit_bias),
