@@ -36,7 +36,7 @@ class Batch:
         columns = max(1, *(-(-length // block_size) for length in lengths)) + 2
         num_blocks = 3 + len(lengths) * columns
         shape = kv_cache_shape(num_blocks, block_size, kv_heads, head_dim)
-        self.k_cache, self.v_cache = draw(*shape), draw(num_blocks, kv_heads + 1, block_size, head_dim)[:, 1:]
+        self.k_cache, self.v_cache = draw(*shape), draw(num_blocks, kv_heads, block_size + 3, head_dim)[:, :, 3:]
         self.seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
         tables = (torch.randperm(num_blocks - 3) + 3)[: len(lengths) * columns].view(len(lengths), columns)
         used = torch.zeros(num_blocks, block_size, dtype=torch.bool)

@@ -41,7 +41,7 @@ def clear_winner(row: int) -> tuple[int, int]:
     raise AssertionError("one seed of a hundred has a clear winner")
 
 
-SIZES: dict[str, dict[str, int]] = {"few": {}, "bins": {"FEW": 8}, "whole": {"FEW": 8, "CAPACITY": 16}}
+SIZES: dict[str, dict[str, int]] = {"few": {}, "bins": {"FEW": 8}, "whole": {"FEW": 4, "CAPACITY": 4}}
 CASES = [
     *((kind, road) for road in SIZES for kind in ("top_k", "top_p")),
     ("top_k and top_p", "bins"),
@@ -78,6 +78,26 @@ def test_the_last_token_that_is_kept_and_the_first_that_is_not(
     state = rows_of(reals, integers, device)
     drawn = sample_rows(torch.stack(logits).to(device), index, index, state, steps).tolist()
     assert [token == winner for token, winner in zip(drawn, winners, strict=True)] == [True, False] * len(borders)
+
+
+@pytest.mark.parametrize("road", SIZES)
+def test_a_share_that_is_held_exactly_takes_no_token_more(
+    road: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of two equal tokens is the first of them, three quarters of four the first three."""
+    for name, size in SIZES[road].items():
+        monkeypatch.setattr(sys.modules[sample_rows.__module__], name, size)
+    seeds = range(8)
+    logits = torch.full((16, VOCAB), -torch.inf)
+    logits[:8, [20, 2050]] = 1.0
+    logits[8:, [20, 70, 700, 2050]] = 1.0
+    state = rows_of(
+        [[1.0, p, 0, 1, 0, 0] for p in (0.5, 0.75) for _ in seeds], [[0, seed, 0, 0] for seed in seeds] * 2, device
+    )
+    index = torch.arange(16, device=device)
+    drawn = sample_rows(logits.to(device), index, index, state, SampleSteps(random=True, top_p=True)).tolist()
+    assert set(drawn[:8]) == {20}
+    assert set(drawn[8:]) == {20, 70, 700}
 
 
 def test_temperature_divides_logits(device: str) -> None:
