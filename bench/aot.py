@@ -9,7 +9,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ostinato.kernels import _triton
 
@@ -73,6 +74,8 @@ def _specialise(name: str, value: Any, plain: bool) -> tuple[str, Any, bool]:
     """(type, constant or None, whether divisible by 16) of one argument."""
     if value is None:
         return "constexpr", None, False
+    if isinstance(value, TensorDescriptor):
+        return f"tensordesc<{POINTERS[value.base.dtype][1:]}{value.block_shape}>", None, False
     if isinstance(value, torch.Tensor):
         return POINTERS[value.dtype], None, value.data_ptr() % 16 == 0
     if isinstance(value, bool):
@@ -148,10 +151,17 @@ def compile_launch(launch: Launch, architecture: int) -> Compiled:
 
 def compile_everywhere(launches: Iterable[Launch], architectures: Iterable[int], workers: int) -> list[Compiled]:
     """Every launch for every architecture, launches outermost, in `workers` processes. CUDA must not be in use yet."""
+    return [future.result() for future in compile_behind(launches, architectures, workers)]
+
+
+def compile_behind(launches: Iterable[Launch], architectures: Iterable[int], workers: int) -> list[Future[Compiled]]:
+    """`compile_everywhere`, going on while the caller does something else."""
     jobs = [(launch, architecture) for launch in launches for architecture in architectures]
     _JOBS[:] = jobs  # forked processes inherit it: a kernel cannot be pickled
-    with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
-        return list(pool.map(_compile_job, range(len(jobs))))
+    pool = ProcessPoolExecutor(workers, mp_context=get_context("fork"))
+    futures = [pool.submit(_compile_job, index) for index in range(len(jobs))]
+    pool.shutdown(wait=False)
+    return futures
 
 
 _JOBS: list[tuple[Launch, int]] = []

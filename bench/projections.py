@@ -3,7 +3,9 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
+from ostinato.kernels import add_rms_norm, residual_add, rms_norm, swiglu
 from ostinato.kernels._linear_call import LinearCall
 from ostinato.kernels._linear_plan import LinearPlan
 from ostinato.kernels.linear import linear_planned
@@ -68,6 +70,33 @@ class Chain:
         for weight in self.weights[name]:
             linear_planned(LinearCall(weight=weight, **arguments), plan)
 
+    def step_neighbours(self) -> None:
+        """The layers by `F.linear`, SwiGLU, and one kernel for a residual add and the norm after it."""
+        hidden, (normed, total) = self.hidden, (torch.empty_like(self.hidden) for _ in range(2))
+        rms_norm(hidden, self.norm, 1e-5, out=normed)
+        for layer in range(self.layers):
+            weights = {name: self.weights[name][layer] for name in OPS[:-1]}
+            context = torch.mm(normed, weights["qkv"].t(), out=self.buffers["qkv"])[:, : self.q]
+            add_rms_norm(F.linear(context, weights["o"]), hidden, self.norm, 1e-5, out=normed, out_sum=total)
+            inner = swiglu(F.linear(normed, weights["gate_up"]), out=self.buffers["gate_up"])
+            add_rms_norm(
+                F.linear(inner, weights["down"]), total, self.norm, 1e-5, out=normed, out_sum=self.buffers["o"]
+            )
+            hidden = self.buffers["o"]
+
+    def neighbours(self, name: str) -> None:
+        """A projection by `F.linear`, its neighbours kernels of their own."""
+        arguments = self.arguments(name, self.hidden)
+        for weight in self.weights[name]:
+            x = arguments["x"]
+            if "norm_weight" in arguments:
+                x = rms_norm(x, self.norm, 1e-5)
+            y = F.linear(x, weight)
+            if "swiglu" in arguments:
+                swiglu(y, out=arguments["out"])
+            if "residual" in arguments:
+                residual_add(y, arguments["residual"], out=arguments["out"])
+
     def step(self, plans: dict[str, LinearPlan]) -> None:
         hidden = self.step_layers(plans)
         linear_planned(LinearCall(weight=self.weights["head"][0], **self.arguments("head", hidden)), plans["head"])
@@ -86,6 +115,9 @@ def label(plan: LinearPlan) -> str:
     """n4k1024w4e1p0, and with tensor cores s4x2c4a behind it: stages, shares of K, slices, a norm apart."""
     if plan.road == "blas":
         return "blas"
+    if plan.road == "tile":
+        text = f"m{plan.block_m}n{plan.block_n}k{plan.block_k}w{plan.num_warps}s{plan.num_stages}x{plan.split_k}"
+        return f"{text}e{plan.early}{'' if plan.tma else 'ptr'}"
     text = f"n{plan.block_n}k{plan.block_k}w{plan.num_warps}e{plan.early}p{plan.programs_per_sm}"
     if plan.road == "gemv":
         return text

@@ -10,20 +10,22 @@ class LinearPlan:
     """One way to run a projection.
 
     Attributes:
-        road: `gemv` (dot-free, 1 token or a few), `tensor` (tensor cores, up to 64), `blas` (torch, with the neighbours
-            as kernels of their own).
+        road: `gemv` (dot-free, 1 token or a few), `tensor` (tensor cores, up to 64), `tile` (tensor cores, the norm a
+            kernel of its own), `blas` (torch, with all neighbours as kernels of their own).
         block_n: output features of a program.
         block_k: input features of a chunk, or of a slice of one.
         num_warps: warps of a program.
-        early: chunks asked for before the wait on the previous kernel.
+        early: chunks asked for before the wait on the previous kernel; `tile`: only the L2 is asked.
         programs_per_sm: programs walk over the tiles in a loop, so many a multiprocessor; 0: a program a tile.
         norm_apart: `tensor`: the norm is a kernel of its own, so the pipeline's operands need no arithmetic.
         num_stages: `tensor`: depth of the software pipeline.
         split_k: `tensor`: programs that share a tile's input features; their sums are merged by a second kernel.
+        block_m: `tile`: tokens of a program.
+        tma: `tile`: operands come by the tensor memory accelerator, where they lie so that it can.
         slices: `tensor`: slices of a chunk, each for a warp or two of its own; their sums are added at the end.
     """
 
-    road: Literal["gemv", "tensor", "blas"]
+    road: Literal["gemv", "tensor", "tile", "blas"]
     block_n: int = 0
     block_k: int = 0
     num_warps: int = 4
@@ -33,6 +35,8 @@ class LinearPlan:
     num_stages: int = 1
     split_k: int = 1
     slices: int = 1
+    block_m: int = 0
+    tma: bool = True
 
 
 # Rows and columns of the weights of Llama-3.2-1B and Llama-3.1-8B: qkv, o, gate_up, down, head. Each plan is the best

@@ -341,8 +341,12 @@ def launch_tensor(call: LinearCall, plan: LinearPlan) -> None:
         num_warps=plan.num_warps, **call.switches,
     )  # fmt: skip
     if split > 1:
-        block = 256
-        _linear_merge_kernel[(triton.cdiv(call.num_features, block), call.num_tokens)](
-            partial, squares, call.bias, call.residual, call.result, call.num_tokens, call.num_features,
-            *call.strides[2:], call.norm_eps, SPLIT_K=split, BLOCK_N=block, num_warps=2, **call.switches,
-        )  # fmt: skip
+        launch_merge(call, partial, squares, split)
+
+
+def launch_merge(call: LinearCall, partial: torch.Tensor, squares: torch.Tensor | None, split: int) -> None:
+    block = 256
+    _linear_merge_kernel[(triton.cdiv(call.num_features, block), call.num_tokens)](
+        partial, squares, call.bias, call.residual, call.result, call.num_tokens, call.num_features,
+        *call.strides[2:], call.norm_eps, SPLIT_K=split, BLOCK_N=block, num_warps=2, **call.switches,
+    )  # fmt: skip

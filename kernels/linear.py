@@ -11,6 +11,7 @@ from ._linear_call import LinearCall
 from ._linear_gemv import launch_gemv
 from ._linear_plan import LinearPlan, linear_plan
 from ._linear_tensor import launch_tensor
+from ._linear_tile import launch_tile
 from .rms_norm import rms_norm, rms_norm_ref
 from .swiglu import swiglu as swiglu_op
 
@@ -55,7 +56,7 @@ def linear_planned(call: LinearCall, plan: LinearPlan) -> Tensor:
     if call.norm_weight is not None and plan.norm_apart:
         x = rms_norm(call.x, call.norm_weight, call.norm_eps)
         call = replace(call, x=x, norm_weight=None, out=call.result)
-    launch = launch_gemv if plan.road == "gemv" else launch_tensor
+    launch = {"gemv": launch_gemv, "tensor": launch_tensor, "tile": launch_tile}[plan.road]
     launch(call, plan)
     return call.result
 

@@ -176,7 +176,7 @@ def assert_waits_first(launch: Any, ptx: str) -> None:
         registers = re.findall(r"%\w+", operands)
         parameters = {names[int(n)] for n in re.findall(r"_param_(\d+)", operands) if int(n) < len(names)}
         reached = parameters.union(*(origins.get(register, set()) for register in registers))
-        if "ld.global" in operation:
+        if re.match(r"ld\.global|prefetch\.global", operation):
             sources = {name for name in reached if name.endswith("_ptr")}
             assert sources <= STATIC, f"{launch.name} reads {sources - STATIC} before its wait"
             assert sources, f"{launch.name} reads before its wait, from where the test cannot tell: {code}"

@@ -18,6 +18,7 @@ GEMV = LinearPlan("gemv", 4, 256, 1, early=2)
 TENSOR = LinearPlan("tensor", 32, 64, 4, num_stages=3)
 SPLIT = LinearPlan("tensor", 64, 64, 4, split_k=3)
 SLICES = LinearPlan("tensor", 16, 16, 4, num_stages=3, slices=4)
+TILE = LinearPlan("tile", 32, 64, 4, num_stages=3, norm_apart=True, block_m=32)
 CASES = [
     pytest.param(1, 10, 576, "norm", GEMV, id="gemv-1-norm"),
     pytest.param(1, 7, 576, "bias residual", LinearPlan("gemv", 2, 512, 2, early=1), id="gemv-1-bias-residual"),
@@ -35,6 +36,10 @@ CASES = [
     pytest.param(7, 72, 200, "norm bias residual", SLICES, id="slices-7-all"),
     pytest.param(17, 70, 300, "norm swiglu", replace(SLICES, early=2, programs_per_sm=1), id="slices-17-loop"),
     pytest.param(3, 100, 256, "norm bias", replace(SLICES, early=0, split_k=2, programs_per_sm=1), id="slices-3-split"),
+    pytest.param(40, 40, 192, "norm bias residual", TILE, id="tile-40-all"),
+    pytest.param(70, 72, 200, "norm swiglu bias", TILE, id="tile-70-swiglu"),
+    pytest.param(33, 100, 320, "norm swiglu residual", replace(TILE, split_k=2), id="tile-33-split"),
+    pytest.param(17, 40, 200, "residual", replace(TILE, tma=False), id="tile-17-pointers"),
     pytest.param(70, 24, 64, "norm residual", LinearPlan("blas"), id="blas-70-norm-residual"),
     pytest.param(70, 24, 64, "norm swiglu bias", LinearPlan("blas"), id="blas-70-swiglu"),
     pytest.param(3, 24, 64, "norm swiglu bias residual", LinearPlan("blas"), id="blas-3-all"),
