@@ -27,7 +27,7 @@ class _Known(NamedTuple):
 _known: dict[Hashable, _Known] = {}
 
 
-def launch(kernel: Any, tensors: tuple[Tensor | None, ...], choice: Hashable, prepare: Callable[[], Prepared]) -> None:
+def launch(kernel: Any, tensors: tuple[Any, ...], choice: Hashable, prepare: Callable[[], Prepared]) -> None:
     """Launch `kernel(*tensors, *arguments, **constants)`, with programmatic dependent launch where the device has it.
 
     To check the tensors, to plan and to have Triton look at every argument takes the host many times as long as the
@@ -35,21 +35,25 @@ def launch(kernel: Any, tensors: tuple[Tensor | None, ...], choice: Hashable, pr
     a second time is launched as it was the first time, by addresses, and without Triton's launch hooks.
 
     Args:
+        tensors: the first arguments: tensors, None where one is absent, or Triton's descriptors of tensors.
         choice: everything else that `prepare` depends on.
         prepare: checks the tensors, and says what the launch has beside them.
     """
     first = tensors[0]
     assert first is not None, "a kernel's first tensor is always there"
-    addresses: list[int | None] = []
+    addresses: list[Any] = []
     looks: list[Hashable] = []
     for tensor in tensors:
         if tensor is None:
             addresses.append(None)
             looks.append(None)
-        else:
+        elif isinstance(tensor, Tensor):
             address = tensor.data_ptr()
             addresses.append(address)
             looks.append((tensor.shape, tensor.stride(), tensor.dtype, address % 16))
+        else:
+            addresses.append(tensor)
+            looks.append((*tensor.shape, *tensor.strides, *tensor.block_shape, tensor.base.dtype))
     device = first.device
     pdl = _triton.has_pdl(device)
     key = (id(kernel), choice, pdl, device, *looks)

@@ -4,7 +4,10 @@
 from typing import no_type_check
 
 import torch
+from torch import Tensor
 
+from . import _triton
+from ._launch import Prepared, launch
 from ._linear_call import LinearCall
 from ._linear_plan import LinearPlan
 from ._triton import tl, triton
@@ -310,7 +313,7 @@ def _linear_merge_kernel(
             up += tl.load(base + num_features + rows, mask=mask, other=0.0)
         if HAS_NORM:
             square += tl.load(squares_ptr + split * num_tokens + token)
-    scale = tl.rsqrt(square / K + norm_eps) + tl.zeros((1,), tl.float32)
+    scale = (tl.rsqrt(square / K + norm_eps) if HAS_NORM else square) + tl.zeros((1,), tl.float32)
     tokens = token + tl.arange(0, 1)
     residual = _residual_tile(residual_ptr, rows, tokens, num_features, num_tokens, residual_stride, HAS_RESIDUAL)
     _epilogue(
@@ -340,13 +343,24 @@ def launch_tensor(call: LinearCall, plan: LinearPlan) -> None:
         STAGES=plan.num_stages, LOOP=num_programs < num_tiles, EARLY=min(plan.early, fewest_chunks),
         num_warps=plan.num_warps, **call.switches,
     )  # fmt: skip
-    if split > 1:
-        launch_merge(call, partial, squares, split)
+    if partial is not None:
+        merge_shares(
+            partial, squares, call.bias, call.residual, call.result, call.norm_eps, call.in_features, call.swiglu
+        )
 
 
-def launch_merge(call: LinearCall, partial: torch.Tensor, squares: torch.Tensor | None, split: int) -> None:
-    block = 256
-    _linear_merge_kernel[(triton.cdiv(call.num_features, block), call.num_tokens)](
-        partial, squares, call.bias, call.residual, call.result, call.num_tokens, call.num_features,
-        *call.strides[2:], call.norm_eps, SPLIT_K=split, BLOCK_N=block, num_warps=2, **call.switches,
-    )  # fmt: skip
+def merge_shares(
+    partial: Tensor, squares: Tensor | None, bias: Tensor | None, residual: Tensor | None, out: Tensor,
+    norm_eps: float, in_features: int, swiglu: bool,
+) -> None:  # fmt: skip
+    def prepare() -> Prepared:
+        (num_tokens, num_features), block = out.shape, 256
+        strides = 0 if residual is None else residual.stride(0), out.stride(0)
+        constants = {
+            "K": in_features, "SPLIT_K": partial.shape[0], "BLOCK_N": block, "HAS_BIAS": bias is not None,
+            "HAS_NORM": squares is not None, "HAS_RESIDUAL": residual is not None, "SWIGLU": swiglu,
+        }  # fmt: skip
+        grid = _triton.cdiv(num_features, block), num_tokens
+        return grid, (num_tokens, num_features, *strides, norm_eps), constants, 2
+
+    launch(_linear_merge_kernel, (partial, squares, bias, residual, out), (norm_eps, in_features, swiglu), prepare)

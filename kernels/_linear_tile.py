@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from . import _triton
+from ._launch import Prepared, launch
 from ._linear_call import LinearCall
 from ._linear_plan import LinearPlan
-from ._linear_tensor import _epilogue, launch_merge
+from ._linear_tensor import _epilogue, merge_shares
 from ._triton import tl, triton
 
 
@@ -35,10 +36,7 @@ def _weights_tile(weight, row, num_features, stride, k, K: tl.constexpr, PARTS: 
                   COLUMNS: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
     """[PARTS * ROWS, COLUMNS]: ROWS features from `row` on of every part."""
     if TMA:
-        if PARTS == 1:
-            tile = weight.load([row, k])
-        else:
-            tile = weight.load([0, row, k]).reshape(PARTS * ROWS, COLUMNS)
+        tile = weight.load([row, k]) if PARTS == 1 else weight.load([0, row, k]).reshape(PARTS * ROWS, COLUMNS)
     else:
         index = tl.arange(0, PARTS * ROWS)
         features = row + index % ROWS
@@ -151,26 +149,31 @@ def _linear_tile_kernel(
     )  # fmt: skip
 
 
-def launch_tile(call: LinearCall, plan: LinearPlan) -> None:
-    assert call.norm_weight is None, "tiles are multiplied as they come: the norm is a kernel of its own"
-    split, partial = plan.split_k, None
-    chunks = _triton.cdiv(call.in_features, plan.block_k)
-    fewest = chunks - (split - 1) * _triton.cdiv(chunks, split)
-    assert fewest > 0, f"{split} shares of {call.in_features} features leave one empty"
+def launch_tile(
+    x: Tensor, weight: Tensor, bias: Tensor | None, swiglu: bool, residual: Tensor | None, out: Tensor, plan: LinearPlan
+) -> None:
+    partial, split, num_features = None, plan.split_k, weight.shape[0] // (2 if swiglu else 1)
     if split > 1:
-        partial = call.x.new_empty(split, call.num_tokens, call.weight.shape[0], dtype=torch.float32)
-    programs = _triton.cdiv(call.num_features, plan.block_n) * _triton.cdiv(call.num_tokens, plan.block_m)
-    tma = plan.tma and all(_describable(rows) for rows in (call.x, call.weight))
-    x, weight = _descriptors(call, plan) if tma else (call.x, call.weight)
-    switches = {key: value for key, value in call.switches.items() if key != "HAS_NORM"}
-    _linear_tile_kernel[(programs, split)](
-        call.weight, call.bias, call.residual, call.result, partial, x, weight,
-        call.num_tokens, call.num_features, *call.strides,
-        BLOCK_M=plan.block_m, BLOCK_N=plan.block_n, BLOCK_K=plan.block_k, SPLIT_K=split, STAGES=plan.num_stages,
-        EARLY=min(plan.early, fewest), TMA=tma, num_warps=plan.num_warps, **switches,
-    )  # fmt: skip
-    if split > 1:
-        launch_merge(call, partial, None, split)
+        partial = x.new_empty(split, x.shape[0], weight.shape[0], dtype=torch.float32)
+    tma = plan.tma and all(map(_describable, (x, weight)))
+    operands = _descriptors(x, weight, num_features, plan) if tma else (x, weight)
+
+    def prepare() -> Prepared:
+        call = LinearCall(x, weight, bias, swiglu=swiglu, residual=residual, out=out)
+        chunks = _triton.cdiv(call.in_features, plan.block_k)
+        fewest = chunks - (split - 1) * _triton.cdiv(chunks, split)
+        assert fewest > 0, f"{split} shares of {call.in_features} features leave one empty"
+        programs = _triton.cdiv(num_features, plan.block_n) * _triton.cdiv(call.num_tokens, plan.block_m)
+        constants = {
+            "K": call.in_features, "BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_K": plan.block_k,
+            "SPLIT_K": split, "STAGES": plan.num_stages, "EARLY": min(plan.early, fewest), "TMA": tma,
+            "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "SWIGLU": swiglu,
+        }  # fmt: skip
+        return (programs, split), (call.num_tokens, num_features, *call.strides), constants, plan.num_warps
+
+    launch(_linear_tile_kernel, (weight, bias, residual, out, partial, *operands), (plan, swiglu), prepare)
+    if partial is not None:
+        merge_shares(partial, None, bias, residual, out, 0.0, x.shape[1], swiglu)
 
 
 def _describable(rows: Tensor) -> bool:
@@ -178,14 +181,13 @@ def _describable(rows: Tensor) -> bool:
     return rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
 
 
-def _descriptors(call: LinearCall, plan: LinearPlan) -> tuple[Any, Any]:
-    """Of x, and of the weight with a dimension of its own for gate and up if there are such."""
+def _descriptors(x: Tensor, weight: Tensor, num_features: int, plan: LinearPlan) -> tuple[Any, Any]:
+    """Of both operands; the weight has a dimension of its own for gate and up if there are such."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    weight, stride = call.weight, call.weight.stride(0)
-    shape, strides, block = [*weight.shape], [stride, 1], [plan.block_n, plan.block_k]
-    if call.swiglu:
-        shape, strides = [2, call.num_features, call.in_features], [call.num_features * stride, stride, 1]
-        block = [2, *block]
-    x = TensorDescriptor(call.x, call.x.shape, call.x.stride(), [plan.block_m, plan.block_k])
-    return x, TensorDescriptor(weight, shape, strides, block)
+    (rows, columns), stride = weight.shape, weight.stride(0)
+    shape, strides, block = [rows, columns], [stride, 1], [plan.block_n, plan.block_k]
+    if rows != num_features:
+        shape, strides, block = [2, num_features, columns], [num_features * stride, stride, 1], [2, *block]
+    tokens = TensorDescriptor(x, x.shape, x.stride(), [plan.block_m, plan.block_k])
+    return tokens, TensorDescriptor(weight, shape, strides, block)

@@ -42,6 +42,8 @@ def linear(
     )  # fmt: skip
     if plan.road == "blas":
         return _linear_blas(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out)
+    if plan.road == "tile":
+        return _linear_tile(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out, plan)
     return linear_planned(LinearCall(x, weight, bias, norm_weight, norm_eps, swiglu, residual, out), plan)
 
 
@@ -49,16 +51,38 @@ def linear_planned(call: LinearCall, plan: LinearPlan) -> Tensor:
     """`linear` on the device by a given plan."""
     if call.num_tokens == 0:
         return call.result
+    arguments = (
+        call.x, call.weight, call.bias, call.norm_weight, call.norm_eps, call.swiglu, call.residual, call.result
+    )  # fmt: skip
     if plan.road == "blas":
-        return _linear_blas(
-            call.x, call.weight, call.bias, call.norm_weight, call.norm_eps, call.swiglu, call.residual, call.result
-        )
+        return _linear_blas(*arguments)
+    if plan.road == "tile":
+        return _linear_tile(*arguments, plan)
     if call.norm_weight is not None and plan.norm_apart:
         x = rms_norm(call.x, call.norm_weight, call.norm_eps)
         call = replace(call, x=x, norm_weight=None, out=call.result)
-    launch = {"gemv": launch_gemv, "tensor": launch_tensor, "tile": launch_tile}[plan.road]
+    launch = launch_gemv if plan.road == "gemv" else launch_tensor
     launch(call, plan)
     return call.result
+
+
+def _linear_tile(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    swiglu: bool,
+    residual: Tensor | None,
+    out: Tensor | None,
+    plan: LinearPlan,
+) -> Tensor:
+    if norm_weight is not None:
+        x = rms_norm(x, norm_weight, norm_eps)
+    if out is None:
+        out = x.new_empty(x.shape[0], weight.shape[0] // (2 if swiglu else 1))
+    launch_tile(x, weight, bias, swiglu, residual, out, plan)
+    return out
 
 
 def _linear_blas(
