@@ -127,6 +127,7 @@ def recording(architecture: int = 90, name: str = "NVIDIA H200") -> Iterator[lis
         _triton,
         on_triton=lambda x: True,
         has_pdl=lambda device: architecture >= 90,
+        has_tma=lambda device: architecture >= 90,
         num_multiprocessors=lambda device: multiprocessors,
         shared_memory=lambda device: shared_memory,
         device_name=lambda device: name if architecture == 90 else "",

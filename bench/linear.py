@@ -5,7 +5,7 @@
 Times are of graphs over the weights of all layers, so nothing is served from the L2. `bare` is a projection without its
 norm, which is what cuBLAS computes too; the rest includes norm, activation and residual. Every figure is of the plan
 that `linear` takes by itself, but at the crossovers, where each road is timed; other plans are for
-`sweep_linear.py`.
+`sweep_linear.py`, and more than 32 tokens for `linear_wide.py`.
 """
 
 import sys
@@ -27,7 +27,7 @@ from ostinato.kernels.linear import linear_planned
 from ostinato.model import SHAPES
 
 BATCHES = (8, 16, 32)
-CROSSOVERS = (2, 3, 4, 64)
+CROSSOVERS = (2, 3, 4)
 
 
 def planned(chain: Chain) -> dict[str, LinearPlan]:
@@ -37,15 +37,12 @@ def planned(chain: Chain) -> dict[str, LinearPlan]:
 
 
 def roads(chain: Chain, name: str) -> dict[str, LinearPlan]:
-    """What else could serve a number of tokens at which one road gives way to another."""
+    """What could serve a number of tokens at which one road gives way to another."""
     rows, columns = chain.shapes[name]
-    if chain.tokens <= 4:
-        table = TABLES["NVIDIA H200"][8]
-        return {
-            "gemv": gemv_by_rule(chain.tokens, columns, 2 if name == "gate_up" else 1),
-            "tensor": table[rows, columns],
-        }
-    return {"tensor": planned(chain)[name], "blas": BLAS}
+    return {
+        "gemv": gemv_by_rule(chain.tokens, columns, 2 if name == "gate_up" else 1),
+        "tensor": TABLES["NVIDIA H200"][8][rows, columns],
+    }
 
 
 def launch_all(models: list[str]) -> None:

@@ -99,9 +99,9 @@ def crossovers() -> Iterator[str]:
     header, cells = runs("h200-linear")
     yield f"\n## Where one road gives way to another\n\nWith norm, activation and residual. {environment(header)}"
     yield "The fastest is in bold. The dot-free kernel is cut by its rule, or as it ships where that is its road.\n"
-    yield "| model | tokens | projection | dot-free, µs | tensor cores, µs | cuBLAS, µs |\n|---|---|---|---|---|---|"
+    yield "| model | tokens | projection | dot-free, µs | tensor cores, µs |\n|---|---|---|---|---|"
     for model in MODELS:
-        for tokens in (2, 3, 4, 64):
+        for tokens in (2, 3, 4):
             for op in OPS:
                 yield f"| {TITLES[model]} | {tokens} | {op} | {roads(cells, f'{model}/{tokens}/{op}')} |"
 
@@ -111,7 +111,7 @@ def roads(cells: dict[str, dict[str, Any]], key: str) -> str:
     tried = [cell for name, cell in cells.items() if name.startswith(f"{key}/")]
     best = min(cell["median"] for cell in tried)
     texts = []
-    for road in ("gemv", "tensor", "blas"):
+    for road in ("gemv", "tensor"):
         times = [cell["median"] for cell in tried if cell["road"] == road]
         text = f"{min(times) / tried[0]['count']:.2f}" if times else ""
         texts.append(f"**{text}**" if times and min(times) == best else text)

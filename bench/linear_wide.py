@@ -92,14 +92,13 @@ class Measuring:
             timing = time(run, 10)
             self.recorder.record(f"{self.key}/{name}/{kind}", timing, num_bytes=num_bytes, count=count)
             times[kind] = min(timing.median, timing.again)
-        chain.alone(name, BLAS)
-        truth = chain.buffers[name].clone()
+        truth = chain.result(name, BLAS)
 
         def go(plan: LinearPlan) -> None:
             if self.recorder.late:
                 return
             timing = time(lambda: chain.alone(name, plan), 10)
-            error = ((chain.buffers[name] - truth).norm() / truth.norm()).item()
+            error = ((chain.result(name, plan) - truth).norm() / truth.norm()).item()
             self.recorder.record(f"{self.key}/{name}/{label(plan)}", timing, num_bytes=num_bytes, count=count,
                                  road=plan.road, ships=plan == plans[0], error=round(error, 5))  # fmt: skip
             if error < 0.02:

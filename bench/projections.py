@@ -47,8 +47,9 @@ class Chain:
         self.hidden = weight(tokens, hidden)
         self.buffers = {
             "qkv": weight(tokens, qkv), "o": weight(tokens, hidden), "gate_up": weight(tokens, inner),
-            "down": weight(tokens, hidden), "head": weight(tokens, config.vocab_size),
+            "head": weight(tokens, config.vocab_size),
         }  # fmt: skip
+        self.buffers["down"] = self.buffers["o"]  # the residual stream has one buffer
 
     def bytes_of(self, name: str) -> int:
         rows, cols = self.shapes[name]
@@ -65,8 +66,15 @@ class Chain:
             "head": {"x": hidden, **norm},
         }[name] | {"out": buffers[name]}
 
+    def result(self, name: str, plan: LinearPlan) -> torch.Tensor:
+        """What `alone` leaves, of inputs that are the same for every plan."""
+        self.buffers["o"].copy_(self.hidden)
+        self.alone(name, plan)
+        return self.buffers[name].clone()
+
     def alone(self, name: str, plan: LinearPlan) -> None:
-        arguments = self.arguments(name, self.hidden)
+        """A projection of every layer; those with a residual add to what they left the last time."""
+        arguments = self.arguments(name, self.buffers["o"] if name == "o" else self.hidden)
         for weight in self.weights[name]:
             linear_planned(LinearCall(weight=weight, **arguments), plan)
 
@@ -107,7 +115,7 @@ class Chain:
             for name in OPS[:-1]:
                 call = LinearCall(weight=self.weights[name][layer], **self.arguments(name, hidden))
                 linear_planned(call, plans[name])
-            hidden = self.buffers["down"]
+            hidden = self.buffers["o"]
         return hidden
 
 

@@ -105,14 +105,13 @@ class Sweep:
         timing = time(blas, 10)
         self.recorder.record(f"{self.key}/{name}/cublas", timing, num_bytes=num_bytes, count=count)
         base = min(timing.median, timing.again)
-        chain.alone(name, BLAS)
-        truth = chain.buffers[name].clone()
+        truth = chain.result(name, BLAS)
         for plan in plans:
             if self.recorder.late:
                 break
             timing = time(lambda plan=plan: chain.alone(name, plan), 10)  # type: ignore[misc]
             self.recorder.record(f"{self.key}/{name}/{label(plan)}", timing, num_bytes=num_bytes, count=count)
-            error = ((chain.buffers[name] - truth).norm() / truth.norm()).item()
+            error = ((chain.result(name, plan) - truth).norm() / truth.norm()).item()
             if not error < 0.02:
                 print(f"    {label(plan)} is wrong by {error:.3f}", flush=True)
                 continue

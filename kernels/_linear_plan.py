@@ -21,7 +21,7 @@ class LinearPlan:
         num_stages: `tensor`: depth of the software pipeline.
         split_k: `tensor`: programs that share a tile's input features; their sums are merged by a second kernel.
         block_m: `tile`: tokens of a program.
-        tma: `tile`: operands come by the tensor memory accelerator, where they lie so that it can.
+        tma: `tile`: operands come by the tensor memory accelerator, where there is one and they lie so that it can.
         slices: `tensor`: slices of a chunk, each for a warp or two of its own; their sums are added at the end.
     """
 

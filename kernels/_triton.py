@@ -11,8 +11,8 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-__all__ = ["HAVE_TRITON", "INTERPRETED", "cdiv", "current_stream", "device_name", "has_pdl", "next_power_of_2",
-           "num_multiprocessors", "on_triton", "shared_memory", "tl", "triton"]  # fmt: skip
+__all__ = ["HAVE_TRITON", "INTERPRETED", "cdiv", "current_stream", "device_name", "has_pdl", "has_tma",
+           "next_power_of_2", "num_multiprocessors", "on_triton", "shared_memory", "tl", "triton"]  # fmt: skip
 
 try:
     import triton
@@ -98,3 +98,8 @@ def shared_memory(device: torch.device) -> int:
 def has_pdl(device: torch.device) -> bool:
     """Whether kernels on `device` are launched with programmatic dependent launch: compute capability 9 and above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def has_tma(device: torch.device) -> bool:
+    """Whether `device` has a tensor memory accelerator, compute capability 9 and above, or the interpreter plays it."""
+    return device.type != "cuda" or has_pdl(device)

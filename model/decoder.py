@@ -136,14 +136,15 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Layers `start .. stop - 1`: `[num_tokens, hidden_size]` in and out; their K and V are written to the cache.
 
-        `hidden` is read only; `out`, when given, receives the result and must not be `hidden`.
+        `hidden` is read only; `out`, when given, receives the result and must not be `hidden`. From the first layer on
+        the residual stream stays in one buffer.
         """
         stop = self.config.num_layers if stop is None else stop
         assert 0 <= start < stop <= self.config.num_layers, "a range of layers must hold at least one existing layer"
         for index, layer in enumerate(islice(self.layers, start, stop), start):
             assert isinstance(layer, Layer), "the module list holds the decoder's layers"
-            last = out if index == stop - 1 else None
-            hidden = layer(hidden, preamble, metadata, kv_cache.k[index], kv_cache.v[index], out=last)
+            stream = out if out is not None and index == stop - 1 else hidden if index > start else None
+            hidden = layer(hidden, preamble, metadata, kv_cache.k[index], kv_cache.v[index], out=stream)
         return hidden
 
     def head(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -191,17 +192,19 @@ class Layer(nn.Module):
         *,
         out: Tensor | None = None,
     ) -> Tensor:
+        """`out` receives the result, and may be `hidden` itself: cuBLAS adds to what lies in its result's place, and
+        would have a residual from elsewhere copied there first."""
         qkv = self.project_qkv(hidden)
         context = self.attend(qkv, preamble, metadata, k_cache, v_cache)
-        hidden = self.add_attention(context, hidden)  # a new tensor, which the MLP may be added to
-        return self.add_mlp(self.project_gate_up(hidden), hidden, hidden if out is None else out)
+        hidden = self.add_attention(context, hidden, out)
+        return self.add_mlp(self.project_gate_up(hidden), hidden, hidden)
 
     def project_qkv(self, hidden: Tensor) -> Tensor:
         eps = self.config.norm_eps
         return linear(hidden, self.qkv_weight, self.qkv_bias, norm_weight=self.input_norm_weight, norm_eps=eps)
 
-    def add_attention(self, context: Tensor, hidden: Tensor) -> Tensor:
-        return self._add(context, self.o_weight, self.o_bias, self.o_norm_weight, hidden)
+    def add_attention(self, context: Tensor, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        return self._add(context, self.o_weight, self.o_bias, self.o_norm_weight, hidden, out)
 
     def project_gate_up(self, hidden: Tensor) -> Tensor:
         """SwiGLU included."""

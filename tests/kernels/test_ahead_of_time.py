@@ -99,7 +99,7 @@ SAMPLING = {90: (32, EVERYTHING), 80: (1, FILTERED), 100: (1, FILTERED)}
 # Batches on either side of every road, tile and table; the H200's tables hold for 90 alone, the rest is rules.
 CONFIGURATIONS = {
     90: [
-        *[(model, batch) for model in ("llama-3.2-1b", "llama-3.1-8b") for batch in (1, 2, 8, 16, 32, 64)],
+        *[(model, batch) for model in ("llama-3.2-1b", "llama-3.1-8b") for batch in (1, 2, 8, 16, 32, 64, 128, 256)],
         *[("smollm2-135m", batch) for batch in (1, 8, 64)],
         ("llama-3.2-3b", 2),
         ("qwen3-8b", 1),

@@ -26,14 +26,23 @@ def assert_fits(plan: LinearPlan, num_tokens: int, columns: int, parts: int, siz
         assert num_tokens <= 4
         assert plan.block_k % 8 == 0, "a thread sums eight neighbours"
         assert plan.block_n * parts * plan.block_k <= 64 * plan.num_warps * 64, "a chunk must fit the registers"
+    elif plan.road == "tile":
+        assert power_of_two(plan.block_m)
+        assert plan.norm_apart
+        assert (plan.block_n * parts + plan.block_m) * plan.block_k * size * plan.num_stages <= shared_memory
+        assert_shares(plan, columns, plan.block_k)
     else:
         block_m = max(8 if plan.slices > 1 else 16, 1 << (num_tokens - 1).bit_length())
         chunk = plan.block_k * plan.slices
         # The pipeline has one buffer less where it feeds no instruction of Hopper's own.
         stages = plan.num_stages - (plan.slices > 1)
         assert (plan.block_n * parts + block_m) * chunk * size * stages <= shared_memory
-        chunks = -(-columns // chunk)
-        assert (plan.split_k - 1) * -(-chunks // plan.split_k) < chunks, "a share of K is empty"
+        assert_shares(plan, columns, chunk)
+
+
+def assert_shares(plan: LinearPlan, columns: int, chunk: int) -> None:
+    chunks = -(-columns // chunk)
+    assert (plan.split_k - 1) * -(-chunks // plan.split_k) < chunks, "a share of K is empty"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -44,12 +53,14 @@ def test_linear_plan(device: str, model: str, size: int) -> None:
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     weights = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner), (config.vocab_size, hidden)]
-    for (rows, columns), tokens in itertools.product(weights, [1, 2, 3, 4, 5, 16, 17, 32, 33, 64, 65, 4096]):
+    for (rows, columns), tokens in itertools.product(
+        weights, [1, 2, 3, 4, 5, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257]
+    ):
         swiglu = rows == 2 * inner
         plan = linear_plan(
             tokens, rows, columns, swiglu=swiglu, element_size=size, device_name=device, shared_memory=shared_memory
         )
-        assert plan.road == "blas" or tokens <= 64
+        assert plan.road == "blas" or tokens <= (256 if plan.road == "tile" else 64)
         assert plan.road != "blas" or tokens > 32
         if plan.road != "blas":
             assert_fits(plan, tokens, columns, 2 if swiglu else 1, size, shared_memory)

@@ -294,6 +294,19 @@ def test_a_cut_at_any_layer_changes_no_bit(
     assert all(torch.equal(cache, caches[0]) for cache in caches)
 
 
+def test_the_residual_stream_has_one_buffer(random_decoder: Make, player: Callable[..., Any]) -> None:
+    """Of its own, so that the input is only read; nothing is copied between layers."""
+    decoder = random_decoder(torch.float32)
+    playing, ids, positions, metadata = staged(decoder, player, decode=True)
+    preamble = decoder.preamble(ids, positions, metadata, 5)
+    before, places = preamble.hidden.clone(), []
+    for layer in decoder.layers:
+        layer.register_forward_hook(lambda _layer, _args, hidden: places.append(hidden.data_ptr()))
+    assert decoder.blocks(preamble.hidden, preamble, metadata, playing.cache).data_ptr() == places[0]
+    assert places == places[:1] * 3
+    assert torch.equal(preamble.hidden, before)
+
+
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=named)
 def test_out_of_every_piece_is_the_caller_s_buffer(

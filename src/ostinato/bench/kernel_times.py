@@ -108,6 +108,7 @@ def parts(subject: Subject, decoder: Decoder) -> list[Part]:
     road = subject.engine.decode_runner.greedy_road
     pre = pieces.preamble(batch)
     hidden = torch.randn_like(pre.hidden)
+    stream = hidden.clone()
     qkv = layers[0].project_qkv(hidden)
     attended = layers[0].attend(qkv, pre, metadata, cache.k[0], cache.v[0])
     inner = layers[0].project_gate_up(hidden)
@@ -138,9 +139,9 @@ def parts(subject: Subject, decoder: Decoder) -> list[Part]:
             lambda i, layer: layer.attend(qkv, pre, metadata, cache.k[i], cache.v[i]),
             keys,
         ),
-        of_layers("o, residual", lambda _, layer: layer.add_attention(attended, hidden), weights("o")),
+        of_layers("o, residual", lambda _, layer: layer.add_attention(attended, stream, stream), weights("o")),
         of_layers("norm, gate and up, SwiGLU", lambda _, layer: layer.project_gate_up(hidden), weights("gate_up")),
-        of_layers("down, residual", lambda _, layer: layer.add_mlp(inner, hidden), weights("down")),
+        of_layers("down, residual", lambda _, layer: layer.add_mlp(inner, stream, stream), weights("down")),
         Part("norm, head", lambda: decoder.head(hidden, out=logits), 1, head_weight.numel() * item, 1),
         small("greedy", lambda: pieces.sample(logits, road)),
         small("commit", lambda: commit(token_ids, token_ids, positions, seq_lens, ring, step)),
