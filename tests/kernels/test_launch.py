@@ -1,6 +1,7 @@
 """A launch that comes again does not look at its tensors; one that differs in anything that matters does."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return Kernel()
 
 
-def run(kernel: Kernel, x: Tensor, out: Tensor | None, choice: int = 3, grid: tuple[int, ...] = (5,)) -> None:
+def run(kernel: Kernel, x: Tensor, out: Any, choice: int = 3, grid: tuple[int, ...] = (5,)) -> None:
     constants = {"BLOCK": 8}
     _launch.launch(kernel, (x, out), choice, lambda: (grid, (x.shape[0], x.stride(0)), constants, 4))
 
@@ -79,6 +80,19 @@ def test_a_launch_that_differs_is_prepared(kernel: Kernel, other: tuple[Tensor, 
     run(kernel, *other)
     assert len(kernel.first) == 2
     assert not kernel.again
+
+
+def test_a_descriptor_is_handed_on_and_looked_at(kernel: Kernel) -> None:
+    x, base = torch.zeros(4, 6), torch.zeros(8, 16)
+    first, second, taller = (
+        SimpleNamespace(base=base, shape=[8, 16], strides=[16, 1], block_shape=[rows, 4]) for rows in (2, 2, 4)
+    )
+    run(kernel, x, first)
+    run(kernel, x, second)
+    ((_, args),) = kernel.again
+    assert args[6:8] == (x.data_ptr(), second)
+    run(kernel, x, taller)
+    assert len(kernel.first) == 2
 
 
 def test_a_device_switch_is_seen(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
