@@ -9,6 +9,7 @@ launches a layer, a residual add and the norm behind it in one; `layers-blas`, a
 cuts; those that an earlier one found more than 5 % behind its best are left out.
 """
 
+import gc
 import itertools
 import json
 import os
@@ -33,16 +34,17 @@ LAYER_OPS = OPS[:-1]
 # By tokens: of a tile the tokens, the rows of the weight, the columns, and warps.
 TILES = {
     64: (
-        (64, 32, 128, 4), (64, 64, 128, 4), (64, 64, 256, 4), (64, 128, 128, 4), (64, 64, 64, 4), (64, 128, 64, 4),
-        (64, 256, 64, 8),
+        (64, 16, 128, 4), (64, 32, 128, 4), (64, 64, 128, 4), (64, 64, 256, 4), (64, 128, 128, 4), (64, 64, 64, 4),
+        (64, 128, 64, 4),
     ),
     128: (
-        (64, 64, 128, 4), (128, 64, 128, 4), (128, 128, 128, 8), (128, 64, 64, 4), (128, 128, 64, 8), (128, 32, 128, 4),
-        (128, 128, 64, 4), (128, 256, 64, 8),
+        (64, 32, 128, 4), (64, 64, 128, 4), (128, 16, 128, 4), (128, 32, 128, 4), (128, 64, 128, 4), (128, 64, 64, 4),
+        (128, 128, 64, 4), (128, 128, 64, 8), (128, 128, 128, 8),
     ),
     256: (
-        (64, 64, 128, 4), (128, 64, 128, 4), (128, 128, 64, 8), (128, 128, 128, 8), (256, 128, 64, 8), (256, 64, 64, 8),
-        (256, 64, 128, 8), (128, 256, 64, 8),
+        (64, 64, 128, 4), (128, 32, 128, 4), (128, 64, 128, 4), (128, 64, 64, 4), (128, 128, 64, 4), (128, 128, 64, 8),
+        (128, 128, 128, 8), (256, 32, 128, 8), (256, 64, 64, 8), (256, 64, 128, 8), (256, 128, 64, 8),
+        (128, 256, 64, 8),
     ),
 }  # fmt: skip
 
@@ -53,7 +55,7 @@ def candidates(chain: Chain, name: str) -> Iterator[LinearPlan]:
     for (block_m, wide, block_k, warps), split in itertools.product(TILES[tokens], (1, 2, 4)):
         programs = -(-rows // wide) * -(-tokens // block_m) * split
         chunks = cols // split // block_k
-        if programs < 64 or chunks < 4 or (split > 1 and (programs > 2.2 * MULTIPROCESSORS or parts == 2)):
+        if programs < 64 or chunks < 4 or (split > 1 and (programs > 1.1 * MULTIPROCESSORS or parts == 2)):
             continue
         if wide < 128 and programs > 4 * MULTIPROCESSORS:
             continue
@@ -77,7 +79,7 @@ class Measuring:
     chain: Chain
     recorder: harness.Recorder
 
-    def alone(self, name: str, plans: list[LinearPlan], sweep: bool) -> list[tuple[float, LinearPlan]]:
+    def alone(self, name: str, plans: list[LinearPlan]) -> list[tuple[float, LinearPlan]]:
         """Plans of a projection by their time; the first of them is what ships."""
         chain, timed = self.chain, []
         x = chain.arguments(name, chain.hidden)["x"]
@@ -108,10 +110,6 @@ class Measuring:
 
         for plan in plans:
             go(plan)
-        if sweep:  # how far ahead of its turn a program asks for weights needs no other kernel
-            for _, plan in sorted(timed, key=lambda pair: pair[0])[:3]:
-                for early in (0, 2 * plan.num_stages) if plan.road == "tile" else ():
-                    go(replace(plan, early=early))
         timed.sort(key=lambda pair: pair[0])
         print(f"{self.key} {name}: " + ", ".join(f"{k} {v / count:.2f} us" for k, v in times.items()), flush=True)
         for micros, plan in timed[:5]:
@@ -144,6 +142,7 @@ class Measuring:
                     if other.median < timing.median and other.again < timing.again and not self.recorder.late:
                         timing, chosen = other, {**chosen, name: plan}
             whole("layers-best", chosen)
+            whole("layers-late", {name: replace(plan, early=0) for name, plan in chosen.items()})
         print(f"{self.key} {ratios} {[label(chosen[name]) for name in LAYER_OPS]}", flush=True)
 
 
@@ -195,6 +194,7 @@ class Compiling:
 def main(path: str, seconds: float, commit: str, cells: list[str], sweep: str = "", earlier: str = "") -> None:
     compiling = Compiling(cells, bool(sweep), Path(earlier).read_text().splitlines() if earlier else [])
     recorder = harness.Recorder(Path(path), seconds, commit)
+    gc.freeze()  # a capture collects garbage, and all that is here so far stays
     weights, model = None, None
     for cell in cells:
         config, tokens = SHAPES[cell.split(":")[0]], int(cell.split(":")[1])
@@ -205,9 +205,7 @@ def main(path: str, seconds: float, commit: str, cells: list[str], sweep: str = 
         chain = Chain(config, tokens, "cuda", layers, weights)
         weights = chain.weights
         measuring = Measuring(cell.replace(":", "/"), chain, recorder)
-        best = {
-            name: measuring.alone(name, compiling.plans(cell, name), bool(sweep)) for name in OPS if not recorder.late
-        }
+        best = {name: measuring.alone(name, compiling.plans(cell, name)) for name in OPS if not recorder.late}
         measuring.layers(best if sweep else None)
 
 
