@@ -87,14 +87,16 @@ def test_strided_rows(tokens: int, draw: Draw, assert_near: Near) -> None:
     assert_near(residual, truth)
 
 
-@pytest.mark.parametrize("plan", [GEMV, TENSOR, SPLIT, SLICES], ids=["gemv", "tensor", "split", "slices"])
-def test_nothing_around_a_matrix_reaches_the_result(plan: LinearPlan, draw: Draw, assert_near: Near) -> None:
-    """B48: tokens and weights, gates and ups among them, lie in buffers of NaN; chunks reach past the columns."""
+@pytest.mark.parametrize("left", [3, 8], ids=["odd", "aligned"])
+@pytest.mark.parametrize("plan", [GEMV, TENSOR, SPLIT, SLICES, TILE], ids=["gemv", "tensor", "split", "slices", "tile"])
+def test_nothing_around_a_matrix_reaches_the_result(plan: LinearPlan, left: int, draw: Draw, assert_near: Near) -> None:
+    """B48: tokens and weights, gates and ups among them, lie in buffers of NaN; chunks reach past the columns. Where
+    rows are aligned a tile has its operands by descriptors."""
     made = arguments(draw, 4, 20, 150, "norm swiglu bias residual")
     for name, (rows, columns) in (("x", made["x"].shape), ("weight", made["weight"].shape)):
-        buffer = draw(rows + 3, columns + 11).fill_(float("nan"))
-        buffer[1:-2, 3:-8] = made[name]
-        made[name] = buffer[1:-2, 3:-8]
+        buffer = draw(rows + 3, columns + 18).fill_(float("nan"))
+        inner = buffer[1:-2, left : left + columns]
+        made[name] = inner.copy_(made[name])
     assert_near(linear_planned(LinearCall(**made), plan), linear_ref(**wide(made)))
 
 
