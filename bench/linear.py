@@ -18,22 +18,16 @@ import aot
 import harness
 import torch
 import torch.nn.functional as F
-from projections import BLAS, OPS, Chain, label
+from projections import BLAS, OPS, Chain, label, planned
 
 from ostinato.kernels import greedy
 from ostinato.kernels._linear_call import LinearCall
-from ostinato.kernels._linear_plan import TABLES, LinearPlan, gemv_by_rule, linear_plan
+from ostinato.kernels._linear_plan import TABLES, LinearPlan, gemv_by_rule
 from ostinato.kernels.linear import linear_planned
 from ostinato.model import SHAPES
 
 BATCHES = (8, 16, 32)
 CROSSOVERS = (2, 3, 4)
-
-
-def planned(chain: Chain) -> dict[str, LinearPlan]:
-    """The plans of `linear` on an H200."""
-    facts: dict[str, Any] = {"element_size": 2, "device_name": "NVIDIA H200", "shared_memory": 232448}
-    return {name: linear_plan(chain.tokens, *chain.shapes[name], swiglu=name == "gate_up", **facts) for name in OPS}
 
 
 def roads(chain: Chain, name: str) -> dict[str, LinearPlan]:

@@ -1,79 +1,86 @@
 """The part of docs/kernels.md on projections of 64 to 256 tokens."""
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+from projections import Chain, label, planned
 from records import TITLES, environment, runs
 
+from ostinato.model import SHAPES
+
 TOKENS = (64, 128, 256)
-LAYER_OPS = ("qkv", "o", "gate_up", "down")
+OPS = ("qkv", "o", "gate_up", "down", "head")
 
 TEXT = """
-From 33 tokens on a norm is a kernel of its own, and so the operands of the product are taken as they lie in memory.
-*Tiles* (`kernels/_linear_tile.py`) have tokens as rows and 64 to 256 features as columns of Hopper's matrix
-instruction; a pipeline of three to six chunks is filled by the tensor memory accelerator. Gate and up rows of a feature
-are loaded as one operand, so that one instruction has both and the activation is applied to sums in registers. The
-residual is added there, too, or by the merge of shares of K. Of its weights a program asks the L2 for the first chunks
-before it waits for the previous kernel, which is a norm or attention and leaves the memory idle.
-"""
+From 33 tokens on a norm is a kernel of its own, so the operands of the product are taken as they lie in memory. *Tiles*
+(`kernels/_linear_tile.py`) have tokens as rows and 64 to 128 features as columns of Hopper's matrix instruction; a
+pipeline of three to six chunks is filled by the tensor memory accelerator. Gate and up rows of a feature are loaded as
+one operand, so that one instruction has both and the activation is applied to sums in registers. The residual is added
+there, too, or by the merge of shares of K. Devices and shapes without a measured plan go to cuBLAS above 64 tokens.
 
+*Tile* is the best of a sweep (`bench/linear_wide.py`), with its plan: m tokens, n features (n gates and n ups), chunks
+of k, w warps, s stages, x shares of K. *cuBLAS* is that road of `linear`, where norm and SwiGLU are our kernels and
+the residual is the product's addend, in place. What ships is in bold. The *product alone* is cuBLAS' without any
+neighbour.
+"""
 WHY = """
 ### What decides
 
-A weight is read once, and is multiplied by every token: 2 FLOP a byte for each. The card has about 200 FLOP in the time
-of a byte, so up to 128 tokens the weights are most of the time, and a kernel wins by keeping more of them under way and
-by what it does not launch. The same holds for cuBLAS, which is why its bare product is hard to beat by itself: what
-tiles gain is the activation, the residual and the copy before a product that adds to it. Where few programs exist for
-132 multiprocessors they are shared out over K, and the merge takes 1 to 2 µs: this is what small projections lose by.
-At 256 tokens products are bound by arithmetic, programs have more of it than fits a wave, and cuBLAS wins where its
-tiles fill the last wave better.
+A weight is read once and is multiplied by every token: 1 FLOP for each of its bytes and each token. The card does about
+175 in the time of a byte, so up to 128 tokens the weights are most of the time, cuBLAS' product comes near to reading
+them at full speed, and a tile gains by what it spares:
+
+- *gate_up*: cuBLAS' result is written, read by SwiGLU and written again, 4 to 9 µs at the 8B. A tile has the activation
+  in its registers, and no faster product is needed for it to win.
+- *o and down*: what a step reads before them (attention's output, the activation) is small, and the residual costs
+  cuBLAS nothing in place. At 64 tokens tiles win by more loads under way; at 128 they are level alone and win within a
+  layer, where programmatic dependent launch lets them in while the kernel before them drains. cuBLAS' kernels are
+  launched plainly and wait, and those of theirs that share out K begin with a memset.
+- *qkv*: nothing to spare but the norm, which is a kernel for both. cuBLAS keeps it from 128 tokens on.
+
+A plan needs 96 to 132 programs, or two for each multiprocessor; one more means a second wave. Where the features give
+fewer, K is shared out, which costs the merge 1 to 2 µs. How far ahead of its wait a program asks the L2 for weights
+makes no more than 1 % alone.
 """
 
 
 def wide() -> Iterator[str]:
     header, cells = runs("h200-linear-wide")
     yield f"\n## Projections, 64 to 256 tokens\n\nbf16. {environment(header)}\n{TEXT}"
-    yield "*Ships* is what `linear` does by itself, with norm, activation and residual. *cuBLAS* has the same by"
-    yield "`F.linear` and our kernels for a norm, SwiGLU and a residual add (for a layer: a residual add and the norm"
-    yield "behind it in one), in one graph.\n"
-    yield "| model | tokens | projection | road | ships, µs | cuBLAS, µs | ships / cuBLAS | bare product, µs |"
-    yield "|---|---|---|---|---|---|---|---|"
-    for model, title in TITLES.items():
-        for tokens in TOKENS:
-            for op in (*LAYER_OPS, "head"):
-                if f"{model}/{tokens}/{op}/cublas" in cells:
-                    yield f"| {title} | {tokens} | {op} | {projection(cells, f'{model}/{tokens}/{op}')} |"
-            ours, theirs = (cells[f"{model}/{tokens}/layers-{kind}"] for kind in ("ships", "neighbours"))
-            layer, base = (cell["median"] / cell["layers"] for cell in (ours, theirs))
-            yield f"| {title} | {tokens} | **layer** | | {layer:.2f} | {base:.2f} | {layer / base:.3f} | |"
+    yield "| model | tokens | projection | tile | µs | cuBLAS, µs | product alone, µs |\n|---|---|---|---|---|---|---|"
+    for (model, title), tokens, op in itertools.product(TITLES.items(), TOKENS, OPS):
+        if f"{model}/{tokens}/{op}/blas" in cells:
+            yield f"| {title} | {tokens} | {op} | {roads(cells, f'{model}/{tokens}/{op}', ships(model, tokens)[op])} |"
+    yield "\nAll of a layer but attention, beside cuBLAS and fused neighbours: `F.linear`, our SwiGLU, and one kernel for"
+    yield "a residual add and the norm after it. Several layers in one graph, microseconds of one; timed twice.\n"
+    yield "| model | tokens | ships, µs | again | cuBLAS and neighbours, µs | again | ratio |\n|---|---|---|---|---|---|---|"
+    for (model, title), tokens in itertools.product(TITLES.items(), TOKENS):
+        plans = {op: plan for op, plan in ships(model, tokens).items() if op != "head"}
+        layers = [cells.get(f"{model}/{tokens}/layers-{kind}", {}) for kind in ("neighbours", "best", "ships")]
+        same = [cell for cell in layers if cell.get("plans") == plans]
+        if same:
+            ours, theirs = ([cell[go] / cell["layers"] for go in ("median", "again")] for cell in (same[0], layers[0]))
+            times = " | ".join(f"{time:.2f}" for time in (*ours, *theirs))
+            yield f"| {title} | {tokens} | {times} | {ours[0] / theirs[0]:.3f} |"
     yield WHY
-    yield from sweep()
 
 
-def projection(cells: dict[str, dict[str, Any]], key: str) -> str:
-    (ships,) = [cell for name, cell in cells.items() if name.startswith(f"{key}/") and cell.get("ships")]
-    ours, theirs, bare = (micros(cell) for cell in (ships, cells[f"{key}/neighbours"], cells[f"{key}/cublas"]))
-    road = "cuBLAS" if ships["road"] == "blas" else ships["id"].removeprefix(f"{key}/")
-    return f"{road} | {ours:.2f} | {theirs:.2f} | {ours / theirs:.3f} | {bare:.2f}"
+def ships(model: str, tokens: int) -> dict[str, str]:
+    chain = Chain(replace(SHAPES[model], num_layers=1), tokens, "meta")
+    return {op: label(plan) for op, plan in planned(chain).items()}
+
+
+def roads(cells: dict[str, dict[str, Any]], key: str, shipped: str) -> str:
+    """The tile that ships or the best one, cuBLAS, and which of them ships."""
+    tried = [cell for name, cell in cells.items() if name.startswith(f"{key}/") and cell.get("road")]
+    ships, blas = cells[f"{key}/{shipped}"], cells[f"{key}/blas"]
+    tile = min((cell for cell in tried if cell is not blas), key=micros, default=None) if ships is blas else ships
+    texts = [f"**{micros(cell):.2f}**" if cell is ships else f"{micros(cell):.2f}" for cell in (tile, blas) if cell]
+    name = tile["id"].removeprefix(f"{key}/").partition("e")[0] if tile else ""
+    return f"{name} | {' | '.join(texts if tile else ['', *texts])} | {micros(cells[f'{key}/cublas']):.2f}"
 
 
 def micros(cell: dict[str, Any]) -> float:
     return float(min(cell["median"], cell["again"]) / cell["count"])
-
-
-def sweep() -> Iterator[str]:
-    """The best of each road in the sweep that the plans are from."""
-    header, cells = runs("h200-linear-wide-sweep")
-    yield f"The best tile of a sweep and the road by cuBLAS, the faster in bold. {environment(header)}\n"
-    yield "| model | tokens | projection | tile | µs | cuBLAS, µs |\n|---|---|---|---|---|---|"
-    for model, title in TITLES.items():
-        for tokens in TOKENS:
-            for op in (*LAYER_OPS, "head"):
-                key = f"{model}/{tokens}/{op}"
-                tiles = [cell for name, cell in cells.items() if name.startswith(f"{key}/m")]
-                if tiles:
-                    best = min(tiles, key=micros)
-                    times = micros(best), micros(cells[f"{key}/blas"])
-                    texts = [f"**{time:.2f}**" if time == min(times) else f"{time:.2f}" for time in times]
-                    plan = best["id"].removeprefix(f"{key}/")
-                    yield f"| {title} | {tokens} | {op} | {plan} | {' | '.join(texts)} |"

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from ostinato.kernels import add_rms_norm, residual_add, rms_norm, swiglu
 from ostinato.kernels._linear_call import LinearCall
-from ostinato.kernels._linear_plan import LinearPlan
+from ostinato.kernels._linear_plan import LinearPlan, linear_plan
 from ostinato.kernels.linear import linear_planned
 from ostinato.model import ModelConfig
 
@@ -117,6 +117,12 @@ class Chain:
                 linear_planned(call, plans[name])
             hidden = self.buffers["o"]
         return hidden
+
+
+def planned(chain: Chain) -> dict[str, LinearPlan]:
+    """The plans of `linear` on an H200."""
+    facts: dict[str, Any] = {"element_size": 2, "device_name": "NVIDIA H200", "shared_memory": 232448}
+    return {name: linear_plan(chain.tokens, *chain.shapes[name], swiglu=name == "gate_up", **facts) for name in OPS}
 
 
 def label(plan: LinearPlan) -> str:

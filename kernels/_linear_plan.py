@@ -94,10 +94,21 @@ _32_TOKENS_H200 = {
     (4096, 14336): LinearPlan("tensor", 32, 256, 4, num_stages=7),
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
 }
-# Where cuBLAS is faster; the others go by the rule.
-_64_TOKENS_H200 = dict.fromkeys(
-    ((3072, 2048), (16384, 2048), (128256, 2048), (6144, 4096), (4096, 4096), (128256, 4096)), LinearPlan("blas")
-)
+# `blas` where cuBLAS is faster; shapes that are not here go by the rule.
+_64_TOKENS_H200 = {
+    **dict.fromkeys(((3072, 2048), (16384, 2048), (128256, 2048), (128256, 4096)), LinearPlan("blas")),
+    (6144, 4096): LinearPlan("tile", 64, 128, early=6, norm_apart=True, num_stages=6, block_m=64),
+    (4096, 4096): LinearPlan("tile", 64, 128, early=0, norm_apart=True, num_stages=6, block_m=64),
+    (28672, 4096): LinearPlan("tile", 64, 128, early=0, norm_apart=True, num_stages=4, block_m=64),
+    (4096, 14336): LinearPlan("tile", 64, 128, early=6, norm_apart=True, num_stages=6, split_k=2, block_m=64),
+}
+_128_TOKENS_H200 = {
+    (6144, 4096): LinearPlan("blas"),
+    (4096, 4096): LinearPlan("tile", 64, 128, early=6, norm_apart=True, num_stages=6, block_m=64),
+    (28672, 4096): LinearPlan("tile", 64, 64, 8, early=3, norm_apart=True, num_stages=3, block_m=128),
+    (4096, 14336): LinearPlan("tile", 64, 128, early=4, norm_apart=True, num_stages=4, split_k=2, block_m=128),
+    (128256, 4096): LinearPlan("tile", 128, 64, early=6, norm_apart=True, num_stages=3, block_m=128),
+}
 TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
     "NVIDIA H200": {
         1: _ONE_TOKEN_H200,
@@ -106,6 +117,7 @@ TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
         16: _16_TOKENS_H200,
         32: _32_TOKENS_H200,
         64: _64_TOKENS_H200,
+        128: _128_TOKENS_H200,
     },
 }
 """Measured plans by device, by the most tokens that they are for, by shape of the weight."""
