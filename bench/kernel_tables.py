@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from linear_tables import crossovers, one_token, some_tokens, tried
+from linear_wide_tables import wide
 from prefill_tables import prefill
 from records import TITLES, environment, rate, runs
 
@@ -75,10 +76,10 @@ the merge), `linear` (o and residual), `linear` (norm, gate and up, SwiGLU), `li
 use programmatic dependent launch: a kernel is let in while its predecessor drains, asks for its first weights, and only
 then waits. The KV cache is `[num_blocks, num_kv_heads, block_size, head_dim]`.
 
-A layer of a prompt has `rotary_kv_write` and `attention_prefill` in the middle. Above some tens of tokens cuBLAS does
-the products, `rms_norm` and `swiglu` are launches of their own, and the residual is the product's addend. These kernels
-are launched one by one, so that the host's time counts: a launch that comes again does not ask its tensors again
-(`kernels/_launch.py`).
+A layer of a prompt has `rotary_kv_write` and `attention_prefill` in the middle. Above some tens of tokens `rms_norm` is
+a launch of its own; where cuBLAS does the product, `swiglu` is one, too, and the residual is the product's addend, in
+place, as a layer's residual stream stays in one buffer. These kernels are launched one by one, so that the host's time
+counts: a launch that comes again does not ask its tensors again (`kernels/_launch.py`).
 
 ## Sampling
 
@@ -206,7 +207,7 @@ def sampling() -> Iterator[str]:
 
 
 def page() -> str:
-    parts = (one_token(), some_tokens(), crossovers(), attention(), prefill(), sampling(), steps(), tried())
+    parts = (one_token(), some_tokens(), crossovers(), wide(), attention(), prefill(), sampling(), steps(), tried())
     return "\n".join([INTRODUCTION, *(line for part in parts for line in part), ""])
 
 

@@ -11,7 +11,6 @@ from records import TITLES, environment, runs
 from ostinato.model import SHAPES
 
 TOKENS = (64, 128, 256)
-OPS = ("qkv", "o", "gate_up", "down", "head")
 
 TEXT = """
 From 33 tokens on a norm is a kernel of its own, so the operands of the product are taken as they lie in memory. *Tiles*
@@ -25,6 +24,12 @@ of k, w warps, s stages, x shares of K. *cuBLAS* is that road of `linear`, where
 the residual is the product's addend, in place. What ships is in bold. The *product alone* is cuBLAS' without any
 neighbour.
 """
+LAYERS = """
+All of a layer but attention, beside cuBLAS and fused neighbours: `F.linear`, our SwiGLU, and one kernel for a residual
+add and the norm after it. Several layers in one graph, microseconds of one; timed twice.
+
+| model | tokens | ships, µs | again | cuBLAS and neighbours, µs | again | ratio |
+|---|---|---|---|---|---|---|"""
 WHY = """
 ### What decides
 
@@ -50,12 +55,11 @@ def wide() -> Iterator[str]:
     header, cells = runs("h200-linear-wide")
     yield f"\n## Projections, 64 to 256 tokens\n\nbf16. {environment(header)}\n{TEXT}"
     yield "| model | tokens | projection | tile | µs | cuBLAS, µs | product alone, µs |\n|---|---|---|---|---|---|---|"
-    for (model, title), tokens, op in itertools.product(TITLES.items(), TOKENS, OPS):
-        if f"{model}/{tokens}/{op}/blas" in cells:
-            yield f"| {title} | {tokens} | {op} | {roads(cells, f'{model}/{tokens}/{op}', ships(model, tokens)[op])} |"
-    yield "\nAll of a layer but attention, beside cuBLAS and fused neighbours: `F.linear`, our SwiGLU, and one kernel for"
-    yield "a residual add and the norm after it. Several layers in one graph, microseconds of one; timed twice.\n"
-    yield "| model | tokens | ships, µs | again | cuBLAS and neighbours, µs | again | ratio |\n|---|---|---|---|---|---|---|"
+    for (model, title), tokens in itertools.product(TITLES.items(), TOKENS):
+        for op, plan in ships(model, tokens).items():
+            if f"{model}/{tokens}/{op}/blas" in cells:
+                yield f"| {title} | {tokens} | {op} | {roads(cells, f'{model}/{tokens}/{op}', plan)} |"
+    yield LAYERS
     for (model, title), tokens in itertools.product(TITLES.items(), TOKENS):
         plans = {op: plan for op, plan in ships(model, tokens).items() if op != "head"}
         layers = [cells.get(f"{model}/{tokens}/layers-{kind}", {}) for kind in ("neighbours", "best", "ships")]

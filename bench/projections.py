@@ -131,7 +131,7 @@ def label(plan: LinearPlan) -> str:
         return "blas"
     if plan.road == "tile":
         text = f"m{plan.block_m}n{plan.block_n}k{plan.block_k}w{plan.num_warps}s{plan.num_stages}x{plan.split_k}"
-        return f"{text}e{plan.early}{'' if plan.tma else 'ptr'}"
+        return f"{text}e{plan.early}"
     text = f"n{plan.block_n}k{plan.block_k}w{plan.num_warps}e{plan.early}p{plan.programs_per_sm}"
     if plan.road == "gemv":
         return text

@@ -18,10 +18,9 @@ class LinearPlan:
         early: chunks asked for before the wait on the previous kernel; `tile`: only the L2 is asked.
         programs_per_sm: programs walk over the tiles in a loop, so many a multiprocessor; 0: a program a tile.
         norm_apart: `tensor`: the norm is a kernel of its own, so the pipeline's operands need no arithmetic.
-        num_stages: `tensor`: depth of the software pipeline.
-        split_k: `tensor`: programs that share a tile's input features; their sums are merged by a second kernel.
+        num_stages: `tensor`, `tile`: depth of the software pipeline.
+        split_k: `tensor`, `tile`: programs that share a tile's input features; a second kernel merges their sums.
         block_m: `tile`: tokens of a program.
-        tma: `tile`: operands come by the tensor memory accelerator, where there is one and they lie so that it can.
         slices: `tensor`: slices of a chunk, each for a warp or two of its own; their sums are added at the end.
     """
 
@@ -36,7 +35,6 @@ class LinearPlan:
     split_k: int = 1
     slices: int = 1
     block_m: int = 0
-    tma: bool = True
 
 
 # Rows and columns of the weights of Llama-3.2-1B and Llama-3.1-8B: qkv, o, gate_up, down, head. Each plan is the best

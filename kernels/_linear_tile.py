@@ -155,7 +155,7 @@ def launch_tile(
     partial, split, num_features = None, plan.split_k, weight.shape[0] // (2 if swiglu else 1)
     if split > 1:
         partial = x.new_empty(split, x.shape[0], weight.shape[0], dtype=torch.float32)
-    tma = plan.tma and _triton.has_tma(x.device) and all(map(_describable, (x, weight)))
+    tma = _triton.has_tma(x.device) and all(map(_describable, (x, weight)))
     operands = _descriptors(x, weight, num_features, plan) if tma else (x, weight)
 
     def prepare() -> Prepared:

@@ -30,8 +30,8 @@ def linear(
     """`epilogue(norm(x) @ weightᵀ + bias)`; see `linear_ref` for the arguments.
 
     Few tokens read each weight once and do everything in one kernel: dot-free for one token or two, with tensor cores
-    for some tens; above that cuBLAS multiplies and the neighbours are kernels of their own. `_linear_plan` holds the
-    choice.
+    for some tens. Above that the norm is a kernel of its own, and tiles or cuBLAS multiply; with cuBLAS the activation
+    is one, too. `_linear_plan` holds the choice.
     """
     if not _triton.on_triton(x):
         return linear_ref(x, weight, bias, norm_weight=norm_weight, norm_eps=norm_eps, swiglu=swiglu,

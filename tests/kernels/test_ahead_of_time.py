@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import itertools
 import os
 import re
 import sys
@@ -16,6 +17,9 @@ import torch
 pytest.importorskip("triton")
 
 from ostinato import kernels
+from ostinato.kernels._linear_call import LinearCall
+from ostinato.kernels._linear_plan import LinearPlan
+from ostinato.kernels.linear import linear_planned
 from ostinato.model import SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +96,15 @@ def sampling(batch: int, steps: kernels.SampleSteps, architecture: int) -> list[
     return launches
 
 
+def tiles(architecture: int) -> list[Any]:
+    """The road of `linear` that only a table takes, by descriptors where there are such, and by pointers."""
+    plan = LinearPlan("tile", 64, 64, early=3, num_stages=3, norm_apart=True, block_m=64)
+    with aot.recording(architecture) as launches:
+        for swiglu, inputs in itertools.product((False, True), (512, 500)):
+            linear_planned(LinearCall(meta(100, inputs), meta(256, inputs), swiglu=swiglu), plan)
+    return launches
+
+
 FILTERED = kernels.SampleSteps(random=True, top_k=True, top_p=True)
 EVERYTHING = kernels.SampleSteps(True, True, True, True, True, True, True)
 SAMPLING = {90: (32, EVERYTHING), 80: (1, FILTERED), 100: (1, FILTERED)}
@@ -121,7 +134,7 @@ def compiled(request: pytest.FixtureRequest) -> list[tuple[Any, Any]]:
     architecture = request.param
     launches = [launch for case in CONFIGURATIONS[architecture] for launch in decode_step(*case, architecture)]
     launches += [launch for case in PROMPTS[architecture] for launch in prompts(*case, architecture)]
-    launches += sampling(*SAMPLING[architecture], architecture)
+    launches += sampling(*SAMPLING[architecture], architecture) + tiles(architecture)
     unique = list({launch.key: launch for launch in launches}.values())
     results = aot.compile_everywhere(unique, (architecture,), len(os.sched_getaffinity(0)))
     return list(zip(unique, results, strict=True))
