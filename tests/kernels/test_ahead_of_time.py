@@ -97,10 +97,10 @@ def sampling(batch: int, steps: kernels.SampleSteps, architecture: int) -> list[
 
 
 def tiles(architecture: int) -> list[Any]:
-    """The road of `linear` that only a table takes, by descriptors where there are such, and by pointers."""
-    plan = LinearPlan("tile", 64, 64, early=3, num_stages=3, norm_apart=True, block_m=64)
+    """The road of `linear` that only a table takes: by descriptors, or by pointers where there are none."""
+    plan = LinearPlan("tile", 32, 64, early=3, num_stages=3, norm_apart=True, block_m=64)
     with aot.recording(architecture) as launches:
-        for swiglu, inputs in itertools.product((False, True), (512, 500)):
+        for swiglu, inputs in itertools.product((False, True), (512, 520)):
             linear_planned(LinearCall(meta(100, inputs), meta(256, inputs), swiglu=swiglu), plan)
     return launches
 
