@@ -37,8 +37,9 @@ column.
 AND_SO = """\
 So expect less from an engine whose launches are cheap, and more from a busier host: what a recorded step takes does not
 depend on the host. With the batch and with the model kernels take longer, while launches take what they took: the
-speed-up falls. A long prompt keeps the device busy for longer than its launches take, and a graph buys it nothing; a
-short one that comes alone is recorded (`docs/graphs.md`). Its time is that to the first token on the host.
+speed-up falls. A long prompt keeps the device busy for longer than its launches take, and a graph buys it little
+(`docs/kernels.md`, whole prompts); a short one that comes alone is recorded, and its time above is that to the first
+token on the host.
 """
 WHAT_IT_COSTS = """\
 An engine started on an empty GPU, without graphs, with piecewise and with whole ones, kernels compiled; the KV cache
