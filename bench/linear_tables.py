@@ -58,7 +58,7 @@ RING = """
 tiles, fill the ring before the wait on the previous kernel, and let the next kernel in when they have asked for their
 last weights, so that its ring fills in turn. Alone only o and down of the 8B came out faster, and the layers together
 by what the last line says: little for a kernel in a second language, which the interpreter does not know, so it does
-not ship. 16 tokens, 16 layers, µs.
+not ship. 16 tokens, 16 layers, µs, the plans of then.
 """
 
 
@@ -75,27 +75,31 @@ def one_token() -> Iterator[str]:
         yield f"| **chain of all layers and the head, no attention** | {cell['median']:.1f} | {rate(cell)} |"
         head, both = (cells[f"{model}/1/{op}-again"]["median"] for op in ("head", "head+greedy"))
         yield f"\nThe greedy choice adds {both - head:.1f} µs to the head."
-
-
-def shipped(cells: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
-    """A projection with its neighbours: of the plans timed in this run, the fastest is the one that ships."""
-    other = (f"{key}/bare", f"{key}/cublas")
-    return min((cells[name] for name in cells if name.startswith(f"{key}/") and name not in other),
-               key=lambda cell: float(cell["median"]))  # fmt: skip
+    header, cells = runs("h200-linear-ring")
+    before, qkv, late, both = (cells[f"llama-3.1-8b/1/chain/{step}"] for step in ("before", "qkv", "norm-late", "both"))
+    ceiling = header["read_ceiling"] / 1e12
+    yield f"\nThe share of the 8B's chain depends on the card. On one with a ceiling of {ceiling:.3f} TB/s it took"
+    yield f"{before['median']:.1f} µs, {100 * before['share']:.2f} %, before qkv and down had their plans of now, and"
+    yield f"{both['median']:.1f} µs, {100 * both['share']:.2f} %, with them and a gate_up that sums the norm last"
+    yield f"(alone worth {qkv['median'] - late['median']:.1f} µs, not kept)."
 
 
 def some_tokens() -> Iterator[str]:
     header, cells = runs("h200-linear")
     yield f"\n## Projections, 8 to 32 tokens\n\nbf16. {environment(header)}"
     yield "*All* is with norm, activation and residual, *bare* without the norm, cuBLAS the product alone (`F.linear`)."
-    yield "The kernel is the one before its newer forms, on which see below."
+    yield "*Bare* can be slower than *all*: without the norm's launch between them one product's programs come in early"
+    yield "beside the last of the one before."
     for model in MODELS:
         yield f"\n{TITLES[model]}:\n"
         yield "| tokens | projection | all, µs | bare, µs | cuBLAS, µs | all / cuBLAS | bare / cuBLAS |"
         yield "|---|---|---|---|---|---|---|"
         for tokens in (8, 16, 32):
-            for op in OPS:
-                yield f"| {tokens} | {op} | {against_blas(cells, f'{model}/{tokens}/{op}')} |"
+            rows = {op: kinds(cells, f"{model}/{tokens}/{op}") for op in OPS}
+            rows["**the four of a layer**"] = [sum(times) for times in zip(*(rows[op] for op in OPS[:-1]), strict=True)]
+            for name, (whole, bare, theirs) in rows.items():
+                ratios = f"{whole / theirs:.3f} | {bare / theirs:.3f}"
+                yield f"| {tokens} | {name} | {whole:.2f} | {bare:.2f} | {theirs:.2f} | {ratios} |"
             for part, words in (("layers", "all layers"), ("chain", "all layers and the head")):
                 ours, blas = (cells[f"{model}/{tokens}/{part}-{kind}"]["median"] for kind in ("ours", "blas"))
                 yield (
@@ -103,19 +107,17 @@ def some_tokens() -> Iterator[str]:
                 )
 
 
-def against_blas(cells: dict[str, dict[str, Any]], key: str) -> str:
-    whole, bare = shipped(cells, key), cells[f"{key}/bare"]
-    ours, product, theirs = (c["median"] / c["count"] for c in (whole, bare, cells[f"{key}/cublas"]))
-    same = whole["id"].endswith(("/all", bare["plan"]))
-    alone, ratio = (f"{product:.2f}", f"{product / theirs:.3f}") if same else ("", "")
-    return f"{ours:.2f} | {alone} | {theirs:.2f} | {ours / theirs:.3f} | {ratio}"
+def kinds(cells: dict[str, dict[str, Any]], key: str) -> list[float]:
+    """Microseconds of a projection with its neighbours, without its norm, and by cuBLAS."""
+    times = [cells[f"{key}/{kind}"] for kind in ("all", "bare", "cublas")]
+    return [cell["median"] / cell["count"] for cell in times]
 
 
 def crossovers() -> Iterator[str]:
     header, cells = runs("h200-linear")
     yield f"\n## Where one road gives way to another\n\nWith norm, activation and residual. {environment(header)}"
-    yield "The fastest is in bold. The tensor-core kernel is the one before its newer forms; with these the dot-free"
-    yield "one keeps two tokens only at qkv and at the head of the 8B, else the bold road ships.\n"
+    yield "The fastest is in bold. The dot-free kernel is cut by its rule, or as it ships: for two tokens at qkv"
+    yield "(and at the head of the 8B when this was measured).\n"
     yield "| model | tokens | projection | dot-free, µs | tensor cores, µs |\n|---|---|---|---|---|"
     for model in MODELS:
         for tokens in (2, 3, 4):
@@ -148,40 +150,6 @@ def forms() -> Iterator[str]:
             cell, blas = some.get(f"{key}/{form}"), some[f"{key}/cublas"]
             ratios.append(f"{cell['median'] / blas['median']:.3f}" if cell else "")
         yield f"| {TITLES[model]} | {tokens} | {op} | {' | '.join(ratios)} |"
-    yield from ships()
-    yield "\nThe layers in one graph (16 of the 8B), with the best plans of these runs, over the same with cuBLAS and"
-    yield "our neighbours:\n\n| model | 8 tokens | 16 | 32 |\n|---|---|---|---|"
-    for model in MODELS:
-        layers = [some[f"{model}/{tokens}/layers"] for some, tokens in ((cells, 8), (later, 16), (cells, 32))]
-        texts = [f"{cell['median'] / cell['blas']:.3f}" for cell in layers]
-        yield f"| {TITLES[model]} | {' | '.join(texts)} |"
-
-
-def ships() -> Iterator[str]:
-    """What has been measured of the plans that ship: one model at one number of tokens."""
-    header, cells = runs("h200-linear-ships")
-    model, tokens = "llama-3.1-8b", 8
-    key = f"{model}/{tokens}"
-    yield f"\n{TITLES[model]} at {tokens} tokens with the plans that ship. {environment(header)}"
-    yield "Those for 16 and 32 tokens and for Llama-3.2-1B have been timed in the runs above only, some alone.\n"
-    yield "| projection | all, µs | bare, µs | cuBLAS, µs | all / cuBLAS | bare / cuBLAS |\n|---|---|---|---|---|---|"
-    for op in OPS:
-        yield f"| {op} | {against_blas(cells, f'{key}/{op}')} |"
-    ours, blas = (cells[f"{key}/layers-{kind}"]["median"] for kind in ("ours", "blas"))
-    yield f"| **all layers** | {ours:.1f} | | {blas:.1f} with our neighbours | {ours / blas:.3f} | |"
-    chain = cells[f"{model}/1/chain"]
-    yield f"\nOne token took {chain['median']:.1f} µs in this run, {100 * chain['share']:.2f} % of the read ceiling."
-    yield from one_token_since(cells=runs("h200-linear-ring")[1])
-
-
-def one_token_since(cells: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """The plans of qkv and down that came after the run above."""
-    before, qkv, late, both = (cells[f"llama-3.1-8b/1/chain/{step}"] for step in ("before", "qkv", "norm-late", "both"))
-    yield "Since then qkv and down of the 8B have other plans for one token. In a later run it took"
-    yield f"{before['median']:.1f} µs before, {qkv['median']:.1f} with the new qkv, and {both['median']:.1f} with both"
-    yield f"and a gate_up that sums the norm last (alone worth {qkv['median'] - late['median']:.1f} µs, not kept):"
-    shares = (f"{100 * cell['share']:.2f}" for cell in (before, qkv, both))
-    yield f"{', '.join(shares)} % of the read ceiling."
 
 
 def ring() -> Iterator[str]:

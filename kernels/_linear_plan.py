@@ -54,7 +54,6 @@ _ONE_TOKEN_H200 = {
 _2_TOKENS_H200 = {
     (3072, 2048): LinearPlan("gemv", 4, 2048, 8, early=2),
     (6144, 4096): LinearPlan("gemv", 4, 1024, 4, early=2),
-    (128256, 4096): LinearPlan("gemv", 4, 1024, 4, early=2),
 }
 _8_TOKENS_H200 = {
     (3072, 2048): LinearPlan("tensor", 32, 128, 4, norm_apart=True, num_stages=4, slices=4),
@@ -75,21 +74,21 @@ _16_TOKENS_H200 = {
     (2048, 8192): LinearPlan("tensor", 16, 128, 4, num_stages=5, slices=4),
     (128256, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (6144, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
-    (4096, 4096): LinearPlan("tensor", 16, 128, 4, num_stages=5, slices=4),
+    (4096, 4096): LinearPlan("tensor", 32, 256, 4, num_stages=7),
     (28672, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=3),
-    (4096, 14336): LinearPlan("tensor", 32, 256, 4, num_stages=7),
+    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=2),
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
 }
 _32_TOKENS_H200 = {
-    (3072, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
+    (3072, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6, split_k=2),
     (2048, 2048): LinearPlan("tensor", 16, 128, 4, early=0, num_stages=4, slices=4),
     (16384, 2048): LinearPlan("tensor", 64, 64, 4, norm_apart=True, num_stages=8),
     (2048, 8192): LinearPlan("tensor", 64, 64, 4, num_stages=8, split_k=8),
     (128256, 2048): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
     (6144, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=6),
-    (4096, 4096): LinearPlan("tensor", 32, 256, 4, num_stages=7),
-    (28672, 4096): LinearPlan("tensor", 64, 64, 4, norm_apart=True, num_stages=5),
-    (4096, 14336): LinearPlan("tensor", 32, 256, 4, num_stages=7),
+    (4096, 4096): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=2),
+    (28672, 4096): LinearPlan("tensor", 64, 64, 4, norm_apart=True, num_stages=4),
+    (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=2),
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
 }
 # `blas` where cuBLAS is faster; shapes that are not here go by the rule.
