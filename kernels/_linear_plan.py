@@ -91,20 +91,34 @@ _32_TOKENS_H200 = {
     (4096, 14336): LinearPlan("tensor", 64, 128, 4, num_stages=6, split_k=2),
     (128256, 4096): LinearPlan("tensor", 64, 128, 4, norm_apart=True, num_stages=4),
 }
-# `blas` where cuBLAS is faster; shapes that are not here go by the rule.
+# From here on the best within all layers, by bench/linear_wide.py. A shape of the next table must be in this one, too.
 _64_TOKENS_H200 = {
-    **dict.fromkeys(((3072, 2048), (16384, 2048), (128256, 2048), (128256, 4096)), LinearPlan("blas")),
-    (6144, 4096): LinearPlan("tile", 64, 128, early=6, norm_apart=True, num_stages=6, block_m=64),
+    (3072, 2048): LinearPlan("tile", 32, 128, early=6, norm_apart=True, num_stages=6, block_m=64),
+    (2048, 2048): LinearPlan("tile", 32, 128, early=6, norm_apart=True, num_stages=6, split_k=2, block_m=64),
+    (16384, 2048): LinearPlan("tile", 32, 128, early=3, norm_apart=True, num_stages=3, block_m=64),
+    (2048, 8192): LinearPlan("tensor", 64, 128, norm_apart=True, num_stages=4, split_k=4),
+    (128256, 2048): LinearPlan("tile", 128, 64, early=4, norm_apart=True, num_stages=4, block_m=64),
+    (6144, 4096): LinearPlan("blas"),
     (4096, 4096): LinearPlan("tile", 64, 128, early=0, norm_apart=True, num_stages=6, block_m=64),
-    (28672, 4096): LinearPlan("tile", 64, 128, early=0, norm_apart=True, num_stages=4, block_m=64),
+    (28672, 4096): LinearPlan("tile", 64, 128, early=4, norm_apart=True, num_stages=4, block_m=64),
     (4096, 14336): LinearPlan("tile", 64, 128, early=6, norm_apart=True, num_stages=6, split_k=2, block_m=64),
+    (128256, 4096): LinearPlan("tile", 128, 64, early=4, norm_apart=True, num_stages=4, block_m=64),
 }
 _128_TOKENS_H200 = {
-    (6144, 4096): LinearPlan("blas"),
+    (3072, 2048): LinearPlan("tile", 64, 128, early=6, norm_apart=True, num_stages=6, block_m=64),
+    (2048, 2048): LinearPlan("tile", 32, 128, early=6, norm_apart=True, num_stages=6, block_m=64),
+    (16384, 2048): LinearPlan("tile", 32, 64, early=4, norm_apart=True, num_stages=4, block_m=128),
+    (2048, 8192): LinearPlan("tile", 64, 128, early=4, norm_apart=True, num_stages=4, split_k=4, block_m=128),
     (4096, 4096): LinearPlan("tile", 64, 128, early=6, norm_apart=True, num_stages=6, block_m=64),
     (28672, 4096): LinearPlan("tile", 64, 64, 8, early=3, norm_apart=True, num_stages=3, block_m=128),
     (4096, 14336): LinearPlan("tile", 64, 128, early=4, norm_apart=True, num_stages=4, split_k=2, block_m=128),
-    (128256, 4096): LinearPlan("tile", 128, 64, early=6, norm_apart=True, num_stages=3, block_m=128),
+    **dict.fromkeys(((6144, 4096), (128256, 2048), (128256, 4096)), LinearPlan("blas")),
+}
+# The others are faster by cuBLAS, as the rule has it.
+_256_TOKENS_H200 = {
+    (16384, 2048): LinearPlan("tile", 128, 64, 8, early=4, norm_apart=True, num_stages=4, block_m=128),
+    (2048, 8192): LinearPlan("tile", 128, 64, early=6, norm_apart=True, num_stages=6, split_k=4, block_m=128),
+    (28672, 4096): LinearPlan("tile", 128, 64, 8, early=0, norm_apart=True, num_stages=4, block_m=128),
 }
 TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
     "NVIDIA H200": {
@@ -115,6 +129,7 @@ TABLES: dict[str, dict[int, dict[tuple[int, int], LinearPlan]]] = {
         32: _32_TOKENS_H200,
         64: _64_TOKENS_H200,
         128: _128_TOKENS_H200,
+        256: _256_TOKENS_H200,
     },
 }
 """Measured plans by device, by the most tokens that they are for, by shape of the weight."""
