@@ -201,7 +201,7 @@ class DecodeRunner:
             done, outputs = self._run_bucket(chunk, planned, sequences, begun)
             if self._late is not None:
                 self._late.advance(planned, key)
-            return Launched(done, state.count_commit(), _sampled(outputs, len(sequences)), now)
+            return Launched(done, state.count_commit(), _sampled(outputs, sequences), now)
 
     def _run_bucket(
         self, chunk: Chunk, path: Path, sequences: SequenceOf[Sequence], begun: Begun | None
@@ -303,12 +303,12 @@ class DecodeRunner:
         return BucketView(graphs.configs, missing, captured, step_mode)
 
 
-def _sampled(outputs: dict[str, Tensor], num_rows: int) -> SampledTokens:
-    """The real rows of a step's outputs; a copy where they matter, as a split batch's next part overwrites them."""
-    rows = {name: tensor[:num_rows] for name, tensor in outputs.items()}
-    if "logprobs" in rows:
-        rows = {name: tensor.clone() for name, tensor in rows.items()}
-    return SampledTokens(**rows)
+def _sampled(outputs: dict[str, Tensor], sequences: SequenceOf[Sequence]) -> SampledTokens:
+    """The real rows of a step's outputs. Log-probabilities only where a row asked for them, whatever the bucket makes,
+    and as copies: a split batch's next part overwrites them."""
+    if not any(sequence.params.logprobs for sequence in sequences):
+        return SampledTokens(outputs["token_ids"][: len(sequences)])
+    return SampledTokens(**{name: tensor[: len(sequences)].clone() for name, tensor in outputs.items()})
 
 
 def _wants_logprobs(batch: Batch) -> bool:

@@ -27,6 +27,7 @@ from ostinato.runtime import (
 from ostinato.runtime.cuda_backend import graph_backend
 from ostinato.runtime.cuda_graph_runner import CudaGraphRunner
 from ostinato.runtime.decode_pieces import GRAPH_ROADS
+from ostinato.runtime.decode_runner import DecodeResult, Launched
 from ostinato.runtime.graph_aliases import find_aliases, lasting
 from ostinato.runtime.graph_backend import Graph, GraphBackend, GraphPool
 from ostinato.runtime.graph_buckets import BucketKey
@@ -510,6 +511,24 @@ def test_explain_knows_of_a_hook_before_the_next_step(
     assert recorded(one, generate, requests(4, GREEDY)) == [expected(explained)]
     handle.remove()
     assert runner.decide(batch)[0].key.bs == 4  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("wants", [False, True], ids=["a-penalty", "log-probabilities"])
+def test_log_probabilities_leave_a_bucket_only_for_who_asked(
+    engine: Callable[..., Engine], generate: Generate, monkeypatch: pytest.MonkeyPatch, wants: bool
+) -> None:
+    """A step with penalties replays the bucket that makes them, too: nothing of them is copied or read."""
+    one = engine(run_ahead=False)
+    finish, seen = one.decode_runner.finish, []
+
+    def spy(launched: Launched) -> DecodeResult:
+        seen.append(finish(launched))
+        return seen[-1]
+
+    monkeypatch.setattr(one.decode_runner, "finish", spy)
+    generate(one, *requests(3, SamplingParams(max_tokens=4, repetition_penalty=1.2, logprobs=wants)))
+    assert len(seen) == 3
+    assert {result.sampled.logprobs is not None for result in seen} == {wants}
 
 
 def test_a_failed_capture_gives_its_memory_back(
