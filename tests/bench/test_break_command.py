@@ -67,6 +67,12 @@ def test_the_table_and_the_document(cli: Cli, chat_model: Path, monkeypatch: pyt
     assert "enable_lora" in document["refused"]
 
 
+def test_a_plot_without_times_is_refused_before_a_model_is_read(cli: Cli) -> None:
+    run = cli("bench", "break", "--model", "./none", "--steps", 0, "--plot", "times.png")
+    assert (run.code, run.out) == (2, "")
+    assert "give --steps above 0" in run.err
+
+
 def test_another_reason_than_the_features_ends_it(chat_model: Path) -> None:
     decoder = load_decoder(str(chat_model), None, torch.device("cpu"), "auto")
     with pytest.raises(BenchError, match=r"should have run as HOOK, but ran as \{'WHOLE': 2\}"):

@@ -143,6 +143,9 @@ def test_times_between_measured_sizes_lie_on_a_line() -> None:
         (("--normal", "41:8", "--minimise", "ms"), "--replay-ms"),
         (("--normal", "41:8", "--kv-gb", "1"), "need each other"),
         (("--from", "none.json"), "none.json"),
+        (("--normal", "41:8", "--kv-fraction", "3"), "from 0 to 1, got 3"),
+        (("--normal", "41:8", "--kv-fraction", "-1"), "from 0 to 1, got -1"),
+        (("--normal", "41:8", "--plot", "lists.gif"), "--plot draws .png and .svg, not 'lists.gif'"),
     ],
     ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, tuple) else "",
 )
@@ -151,6 +154,12 @@ def test_mistakes_are_one_line(cli: Cli, arguments: tuple[str, ...], message: st
     assert (run.code, run.out) == (2, "")
     assert message in run.err
     assert len(run.err.splitlines()) == 1
+
+
+def test_help_keeps_what_is_in_brackets(cli: Cli) -> None:
+    text = " ".join(word for word in cli(*COMMAND, "--help").out.split() if word != "│")
+    assert "JSON, [[second, output tokens], …]." in text
+    assert "needs ostinato[bench]." in text
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"a": 1}', '{"0": 1}', '{"3": -1}', '{"3": 0}'])

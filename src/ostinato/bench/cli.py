@@ -124,6 +124,8 @@ def break_(
     from . import breaks
     from .subject import load_decoder
 
+    if plot is not None and steps == 0:
+        raise ValueError("--plot draws times: give --steps above 0")
     target = _device(device)
     on_gpu = target.type == "cuda"
     decoder = load_decoder(model, shape, target, dtype)

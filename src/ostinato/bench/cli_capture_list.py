@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from rich.markup import escape
 from typer import Option
 
 from .cli_options import CAPTURE_SIZES, Json, Plot, output
@@ -44,7 +45,8 @@ def capture_list(
         str | None, _traffic("--normal", metavar="CENTER:DEVIATION", help="A normal distribution.")
     ] = None,
     trace: Annotated[
-        Path | None, _traffic(metavar="FILE", help="Simulate these arrivals: JSON, [[second, output tokens], …].")
+        Path | None,
+        _traffic(metavar="FILE", help=escape("Simulate these arrivals: JSON, [[second, output tokens], …].")),
     ] = None,
     rate: Annotated[float | None, _traffic(help="Simulate random arrivals, so many a second.")] = None,
     traffic: Annotated[Shape | None, _traffic(help="Simulate requests of a kind, at a load that it says.")] = None,
@@ -99,6 +101,8 @@ def capture_list(
         found = replace(found, capture_seconds=dict.fromkeys(every, capture_ms / 1e3))
     if (weights_gb is None) != (kv_gb is None):
         raise ValueError("--weights-gb and --kv-gb need each other")
+    if not 0 <= kv_fraction <= 1:
+        raise ValueError(f"--kv-fraction is a share, from 0 to 1, got {kv_fraction:g}")
     by_bytes = StepBytes(weights_gb, kv_gb) if weights_gb is not None and kv_gb is not None else None
     objective, costs = lists.compare(
         found,

@@ -4,9 +4,18 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from rich.markup import escape
 from typer import Option
 
 output = partial(Option, rich_help_panel="Output")
+
+
+def _drawable(path: Path | None) -> Path | None:
+    """Before anything is measured."""
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise ValueError(f"--plot draws .png and .svg, not {str(path)!r}")
+    return path
+
 
 Json = Annotated[bool, output("--json", help="Print one JSON document, by `ostinato bench schema COMMAND`.")]
 Out = Annotated[
@@ -15,7 +24,10 @@ Out = Annotated[
 Seconds = Annotated[
     float | None, Option(min=0, help="Begin no cell after so long; what was left out is named. Default: no limit.")
 ]
-Plot = Annotated[Path | None, output("--plot", metavar="FILE", help="Draw, as .png or .svg; needs ostinato[bench].")]
+Plot = Annotated[
+    Path | None,
+    output("--plot", metavar="FILE", callback=_drawable, help=escape("Draw, as .png or .svg; needs ostinato[bench].")),
+]
 Model = Annotated[
     str | None, Option("--model", "-m", help="A checkpoint: folder, .gguf file or hub id. Default: demo.")
 ]
