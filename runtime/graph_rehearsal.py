@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -32,7 +33,8 @@ def rehearse(build: Callable[[], tuple[ModelRunner, int]], backend: GraphBackend
     full = memory_parts(backend, graphs.resources.pool)
     graphs.release()
     del runner, graphs
-    return full - memory_parts(backend, None) - MemoryParts(tensors=kv_bytes)
+    taken = full - memory_parts(backend, None) - MemoryParts(tensors=kv_bytes)
+    return replace(taken, driver=max(0, taken.driver))  # less than nothing: another process gave memory back
 
 
 @torch.inference_mode()

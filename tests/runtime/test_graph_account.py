@@ -182,6 +182,18 @@ def test_a_rehearsal_says_what_graphs_take_and_leaves_nothing(
     assert graphs.backend.pool_bytes(graphs.resources.pool) == 0
 
 
+def test_memory_that_another_process_gives_back_is_not_taken_for_the_graphs_own(
+    tiny_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """During the rehearsal a neighbour frees more than the graphs take."""
+    readings = iter([MemoryParts(3000, 2000, driver=1 << 30), MemoryParts(0, 1000, driver=1 << 31)])
+    monkeypatch.setattr("ostinato.runtime.graph_rehearsal.memory_parts", lambda *args: next(readings))
+    config = EngineConfig(max_num_seqs=3, capture_sizes=(3,), graphs="whole", block_size=16, graph_self_test=False)
+    model, hooks, backend = tiny_decoder("cpu"), Hooks(2), graph_backend(torch.device("cpu"))
+    predicted = rehearse(lambda: build_runner(model, config, KVPlan(4, 64), hooks, backend), backend)
+    assert predicted == MemoryParts(pool=3000, tensors=1000, driver=0)
+
+
 def test_the_kv_cache_gets_what_the_prediction_leaves(
     engine: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
