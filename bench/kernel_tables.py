@@ -38,6 +38,8 @@ SAMPLING = {
     "top_k_top_p": "temperature, top_k, top_p",
     "everything": "all operations",
     "logprobs": "`logprobs`",
+    "mask": "`token_bitmask`, half of the tokens allowed",
+    "all": "`token_bitmask`, all of them allowed",
 }
 
 INTRODUCTION = """\
@@ -66,6 +68,7 @@ y = linear(x, weight, norm_weight=norm, norm_eps=1e-5, swiglu=True)
 | `attention_prefill` | `kernels/attention_prefill.py` | the same for any number of queries a sequence, causal |
 | `swiglu` | `kernels/swiglu.py` | the activation where it is not fused |
 | `greedy` | `kernels/argmax.py` | the greedy token, in two launches |
+| `token_bitmask` | `kernels/token_bitmask.py` | minus infinity to the logits that a row's mask leaves out |
 | `sample_rows` | `kernels/sample_rows.py` | tokens of rows of any kind, in two to nine launches |
 | `logprobs` | `kernels/logprobs.py` | log-probabilities of given and most probable tokens, in two launches |
 | `commit` | `kernels/commit.py` | the end of a step |
@@ -118,9 +121,15 @@ whole row instead: the same token, some milliseconds later by estimate.
 *Equality with the reference.* The random bits are the same. `exp` and division are the device's own, so a token can
 differ where two race times, or a mass and the border of top-p or min-p, are within 1e-5 of each other, relative.
 
-*Log-probabilities* are of the logits as the model gave them. The first launch leaves the sum of exponentials of every
-stretch and the first token of every 64 neighbours, by the order above; the k first tokens are in the k groups whose own
-first comes first, so the second launch looks for k groups and then for k tokens among theirs.
+*Allowed tokens* are a bit each, 32 in a word, a row of words for each row of the batch (16 KB at 128k tokens).
+`token_bitmask` runs right behind the head, in place, so that penalties, filters and log-probabilities all see what it
+left. It reads and writes back whole vectors of logits, of stretches of 2,048 that lack a token; a stretch whose 64
+words are all ones is left at once, so that a row without a mask costs hardly more than the launch. Graphs of greedy
+batches do not have it; all others do.
+
+*Log-probabilities* are of the logits as the model gave them, or as a mask left them. The first launch leaves the sum
+of exponentials of every stretch and the first token of every 64 neighbours, by the order above; the k first tokens are
+in the k groups whose own first comes first, so the second launch looks for k groups and then for k tokens among theirs.
 
 ## How it was measured
 

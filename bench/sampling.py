@@ -3,7 +3,8 @@
     python bench/sampling.py OUT.jsonl SECONDS COMMIT [WORK:BATCH,...]
 
 The vocabulary is that of Llama 3, 128256. WORK is a kind of `sample_rows` (greedy, temperature, top_p, top_k_top_p or
-everything) or logprobs, with 20 alternatives. Eight sets of logits take turns within a graph, so that they are not in
+everything), logprobs, with 20 alternatives, or a `token_bitmask` that leaves half of the tokens (mask) or every one
+(all), as it does in rows without a mask. Eight sets of logits take turns within a graph, so that they are not in
 the L2 for having been there a moment ago.
 """
 
@@ -22,8 +23,11 @@ from ostinato.kernels import (
     SamplingRows,
     logprobs,
     logprobs_ref,
+    pack_token_bitmask,
     sample_rows,
     sample_rows_ref,
+    token_bitmask,
+    token_bitmask_ref,
 )
 
 VOCAB, SETS, WIDTH, BANS = 128256, 8, 1024, 128
@@ -34,7 +38,7 @@ STEPS = {
     "top_k_top_p": SampleSteps(random=True, top_k=True, top_p=True),
     "everything": SampleSteps(True, True, True, True, True, True, True),
 }
-CELLS = [f"{work}:{batch}" for work in (*STEPS, "logprobs") for batch in (1, 8, 32)]
+CELLS = [f"{work}:{batch}" for work in (*STEPS, "logprobs", "mask", "all") for batch in (1, 8, 32)]
 
 
 class Sampling:
@@ -103,8 +107,34 @@ class Logprobs:
         return int((ours != self.out[1]).sum()), ours.numel()
 
 
-def work_of(name: str, device: str) -> Sampling | Logprobs:
+class Masks:
+    """Of `batch` rows, in place: a second time over the same logits is as much work as the first."""
+
+    def __init__(self, share: float, batch: int, device: str) -> None:
+        self.logits = [(torch.randn(batch, VOCAB, device=device) * 2.5).bfloat16() for _ in range(SETS)]
+        self.rows = torch.arange(batch, device=device)
+        self.bitmask = pack_token_bitmask(torch.rand(batch, VOCAB) < share).to(device)
+
+    def run(self) -> None:
+        for logits in self.logits:
+            token_bitmask(logits, self.rows, self.bitmask)
+
+    def run_reference(self) -> None:
+        for logits in self.logits:
+            token_bitmask_ref(logits, self.rows, self.bitmask)
+
+    def differing(self) -> tuple[int, int]:
+        """How many of how many logits of the last set are not the reference's."""
+        theirs = self.logits[-1].clone()
+        token_bitmask_ref(theirs, self.rows, self.bitmask)
+        self.run()
+        return int((self.logits[-1] != theirs).sum()), theirs.numel()
+
+
+def work_of(name: str, device: str) -> Sampling | Logprobs | Masks:
     work, batch = name.split(":")
+    if work in ("mask", "all"):
+        return Masks({"mask": 0.5, "all": 1.0}[work], int(batch), device)
     return Logprobs(int(batch), device) if work == "logprobs" else Sampling(work, int(batch), device)
 
 

@@ -27,6 +27,7 @@ from .sample import sample, sample_ref
 from .sample_rows import SampleSteps, SampleWorkspace, SamplingRows, sample_rows, sample_rows_ref
 from .slot_mapping import slot_mapping, slot_mapping_ref
 from .swiglu import swiglu, swiglu_ref
+from .token_bitmask import num_bitmask_words, pack_token_bitmask, token_bitmask, token_bitmask_ref
 from .update_rows import update_rows, update_rows_ref
 
 __all__ = [
@@ -60,6 +61,8 @@ __all__ = [
     "logit_bias_ref",
     "logprobs",
     "logprobs_ref",
+    "num_bitmask_words",
+    "pack_token_bitmask",
     "penalties",
     "penalties_ref",
     "residual_add",
@@ -80,6 +83,8 @@ __all__ = [
     "slot_mapping_ref",
     "swiglu",
     "swiglu_ref",
+    "token_bitmask",
+    "token_bitmask_ref",
     "update_rows",
     "update_rows_ref",
 ]

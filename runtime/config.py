@@ -29,7 +29,7 @@ class EngineConfig:
         gpu_memory_utilization: share of the GPU's memory that the process may use, above 0 and up to 1.
         graphs: how decode steps run: "whole" (one graph), "piecewise" (one for the blocks, one for the head, one for
             sampling), "off" (eagerly), or "auto": "whole" on a GPU, "off" on a CPU. With graphs, a step with a hook, a
-            logits processor or a token mask is piecewise around it.
+            logits processor is piecewise around it.
         capture: "startup", or "lazy": each bucket once it has been used for `graph_warmup_steps` steps.
         capture_sizes: batch sizes to capture, or a file of them, as `ostinato bench capture-list` writes it, which is
             read here; `max_num_seqs` is always one of them. None: 1, 2, 4, 8, then every multiple of 8 up to 256, of

@@ -22,11 +22,11 @@ WALK = "decode"
 
 GRAPH_ROADS = (
     SampleRoad(),
-    SampleRoad(random=True, top_k=True, top_p=True, min_p=True),
-    SampleRoad(True, True, True, True, True, True, True, True, MAX_TOP_LOGPROBS),
+    SampleRoad(random=True, top_k=True, top_p=True, min_p=True, masks=True),
+    SampleRoad(True, True, True, True, True, True, True, True, True, MAX_TOP_LOGPROBS),
 )
-"""What sampling is captured for: greedy, random, and everything. A batch takes the first that covers its needs; what it
-does not need changes no bit of its tokens."""
+"""What sampling is captured for: greedy, random or masked, and everything. A batch takes the first that covers its
+needs; what it does not need changes no bit of its tokens."""
 
 BOUNDARIES = ("blocks.cut.0", "blocks.cut.1")
 """Buffers of hidden states between regions of blocks, claimed so that the stack can be cut after start-up. The regions

@@ -17,7 +17,7 @@ from .graph_dispatch import Batch, BucketView, Chunk, Dispatcher
 from .graph_reason import REPLAYS, Path, Reason
 from .graph_start import DecodePolicy, start_graphs
 from .inference_graph_capture import StepMode
-from .interventions import Hooks, edit_logits, has_logits_processor, has_token_mask
+from .interventions import Hooks, edit_logits, has_logits_processor
 from .late_captures import LateCaptures
 from .phases import Phases
 from .rank_agreement import GraphsRequiredError
@@ -26,6 +26,7 @@ from .sample_road import SampleRoad
 from .sampler import SampledTokens
 from .sampling_params import SamplingParams
 from .sequence import Sequence
+from .token_masks import ask_for_masks, has_mask_function
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +108,7 @@ class DecodeRunner:
     def batch_of(self, sequences: SequenceOf[Sequence]) -> Batch:
         """What the dispatcher looks at."""
         road = self._pieces.sampler.road(range(len(sequences)))
-        return Batch(
-            len(sequences), road, bool(self._hooks), has_logits_processor(sequences), has_token_mask(sequences)
-        )
+        return Batch(len(sequences), road, bool(self._hooks), has_logits_processor(sequences))
 
     @property
     def greedy_road(self) -> SampleRoad:
@@ -120,13 +119,7 @@ class DecodeRunner:
         sampler, road = self._pieces.sampler, SampleRoad()
         for one in params:
             road |= sampler.road_of(one)
-        return Batch(
-            len(params),
-            road,
-            bool(self._hooks),
-            any(one.logits_processors for one in params),
-            any(one.allowed_token_ids is not None for one in params),
-        )
+        return Batch(len(params), road, bool(self._hooks), any(one.logits_processors for one in params))
 
     def decide(self, batch: Batch) -> list[Chunk]:
         """The chunks that a step of this batch would run as, and why; changes nothing."""
@@ -151,6 +144,7 @@ class DecodeRunner:
         """
         if self._late is not None:
             self._late.recut(self._hooks.layers)
+        ask_for_masks(self._pieces.sampler, sequences, range(len(sequences)))
         chunks = self.decide(self.batch_of(sequences))
         self.counters.count_batch(len(sequences), self._sizes)
         if len(chunks) > 1 or not again:
@@ -168,7 +162,7 @@ class DecodeRunner:
         Raises:
             GraphsRequiredError: as `run`.
         """
-        if self.graphs is None or self.graphs.would_recut(self._hooks.layers):
+        if self.graphs is None or self.graphs.would_recut(self._hooks.layers) or has_mask_function(sequences):
             return None
         batch = self.batch_of(sequences)
         if batch.eager_piece is not None or _wants_logprobs(batch):
@@ -220,13 +214,12 @@ class DecodeRunner:
             outputs = self.graphs.run_whole(chunk.key, num_rows, eager=eager, replay_failed=replay_failed)
             return done, outputs
         rows = hook_rows(sequences) if self._hooks else ()
-        wants_logits = has_logits_processor(sequences) or has_token_mask(sequences)
         outputs = self.graphs.step.run(
             chunk.key,
             num_rows,
             eager=eager,
             at_layer=lambda layer, hidden: self._hooks.apply(layer, hidden, rows),
-            at_logits=(lambda logits: edit_logits(logits, sequences)) if wants_logits else None,
+            at_logits=(lambda logits: edit_logits(logits, sequences)) if has_logits_processor(sequences) else None,
             replay_failed=replay_failed,
             begun=begun.pieces if begun is not None and begun.at == self._now(chunk) else 0,
         )

@@ -171,9 +171,9 @@ class Engine:
     def step(self) -> None:
         """Do one batch of work: part of some prompts, or one token for every sequence that is through with its own.
 
-        A sequence whose own code fails (logits processors, token masks, its text) ends with `error` set, alone. If the
-        step itself fails or is interrupted, the sequences that were under way are ended: their rows may be anywhere
-        between two steps. Those that wait can still be served. Does nothing where no work is left.
+        A sequence whose own code fails (logits processors, a function of allowed tokens, its text) ends with `error`
+        set, alone. If the step itself fails or is interrupted, the sequences that were under way are ended: their rows
+        may be anywhere between two steps. Those that wait can still be served. Does nothing where no work is left.
 
         Raises:
             HookError: a hook raised, so that the step could not be served.

@@ -1,11 +1,12 @@
 """What ends a request, or a step, and came from the code of a user."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 class RequestError(RuntimeError):
-    """A request ended with an error: of its own logits processor, of its own token mask, or of a step it was in.
+    """A request ended with an error: of its own logits processor or function of allowed tokens, or of a step it was in.
 
     The message names what failed; `__cause__` is what was raised there.
     """
@@ -18,6 +19,15 @@ class HookError(RuntimeError):
 def what_failed(where: str, error: BaseException) -> str:
     """One line: where, the type of the error, and its message."""
     return f"{where} raised {type(error).__name__}" + (f": {error}" if str(error) else "")
+
+
+@contextmanager
+def own_code(where: str) -> Iterator[None]:
+    """Within the body runs what a request brought along."""
+    try:
+        yield
+    except Exception as error:
+        raise RequestError(what_failed(where, error)) from error
 
 
 def name_of(function: Callable[..., Any]) -> str:

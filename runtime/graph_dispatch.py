@@ -14,14 +14,13 @@ class Batch:
 
     Attributes:
         cg_key_info: what sampling needs.
-        has_hook, has_logits_processor, has_token_mask: which eager pieces run between the captured ones.
+        has_hook, has_logits_processor: which eager pieces run between the captured ones.
     """
 
     num_rows: int
     cg_key_info: Hashable = None
     has_hook: bool = False
     has_logits_processor: bool = False
-    has_token_mask: bool = False
     graph_walk: str = "decode"
 
     @property
@@ -29,9 +28,7 @@ class Batch:
         """The first eager piece that the batch has."""
         if self.has_hook:
             return Reason.HOOK
-        if self.has_logits_processor:
-            return Reason.LOGITS_PROCESSOR
-        return Reason.TOKEN_MASK if self.has_token_mask else None
+        return Reason.LOGITS_PROCESSOR if self.has_logits_processor else None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ class Reason(StrEnum):
     PIECEWISE = "piecewise is what the engine is told to do"
     HOOK = "piecewise around a hook on hidden states"
     LOGITS_PROCESSOR = "piecewise around a logits processor"
-    TOKEN_MASK = "piecewise around a mask of allowed tokens"
     PROMPT = "a prompt in one graph, from its tokens to its logits"
     SPLIT = "several replays: the batch is larger than the largest graph"
 
@@ -58,7 +57,6 @@ REPLAYS = frozenset(
         Reason.PIECEWISE,
         Reason.HOOK,
         Reason.LOGITS_PROCESSOR,
-        Reason.TOKEN_MASK,
         Reason.SPLIT,
         Reason.PROMPT,
     )

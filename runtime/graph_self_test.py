@@ -1,6 +1,7 @@
 """Every bucket once replayed beside its own Python, on made-up rows: what differs by a bit is not used."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -100,9 +101,11 @@ class _Rows:
         self.longest = min(
             pieces.state.block_tables.shape[1] * pieces.kv_cache.block_size, pieces.model.config.max_position
         )
-        params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.001, repetition_penalty=1.1)
+        plain = SamplingParams(temperature=0.8, top_k=50, top_p=0.95, min_p=0.001, repetition_penalty=1.1)
+        vocab_size = pieces.model.config.vocab_size
+        masked = replace(plain, allowed_token_ids=range(0, vocab_size, 1 + vocab_size // 1000))
         for row in range(min(self._layout.num_live, num_rows)):
-            pieces.sampler.set_row(row, params, row, ())
+            pieces.sampler.set_row(row, plain if row % 2 else masked, row, ())
 
     def compare(self, path: Path, key: BucketKey, length: int) -> list[str]:
         """What differs on a bucket, by name; contexts are of about that length."""

@@ -1,13 +1,12 @@
-"""What users run between the pieces of a step: hooks on hidden states, logits processors, masks of tokens."""
+"""What users run between the pieces of a step: hooks on hidden states, logits processors."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from .errors import HookError, RequestError, name_of, what_failed
+from .errors import HookError, RequestError, name_of, own_code, what_failed
 from .sequence import Sequence as EngineSequence
 
 
@@ -131,7 +130,7 @@ def _check(changed: Tensor | None, given: Tensor, rule: str) -> None:
 
 
 def edit_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
-    """Run each sequence's logits processors, then leave it its allowed tokens; in place.
+    """Run each sequence's logits processors; in place.
 
     A sequence whose own code fails gets an `error`, and logits of zero; the others do not notice.
 
@@ -139,6 +138,8 @@ def edit_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
         logits: `[num_rows, vocab_size]`, one row for each sequence.
     """
     for row, sequence in zip(logits, sequences, strict=True):
+        if sequence.error is not None:  # its function of allowed tokens has failed
+            continue
         try:
             _edit_row(row, sequence)
         except RequestError as error:
@@ -147,63 +148,14 @@ def edit_logits(logits: Tensor, sequences: Sequence[EngineSequence]) -> None:
 
 
 def _edit_row(row: Tensor, sequence: EngineSequence) -> None:
-    params = sequence.params
-    if not params.logits_processors and params.allowed_token_ids is None:
-        return
-    prompt_ids, output_ids = sequence.prompt_ids, tuple(sequence.output_ids)
-    token = f"for output token {len(output_ids)}"
-    for processor in params.logits_processors:
-        with _own_code(f"the logits processor {name_of(processor)}, {token},"):
-            changed = processor(prompt_ids, output_ids, row)
+    output_ids = tuple(sequence.output_ids)
+    for processor in sequence.params.logits_processors:
+        with own_code(f"the logits processor {name_of(processor)}, for output token {len(output_ids)},"):
+            changed = processor(sequence.prompt_ids, output_ids, row)
             _check(changed, row, "a logits processor must return None or logits")
             if changed is not None and changed is not row:
                 row.copy_(changed)
-    allowed = params.allowed_token_ids
-    if allowed is not None:
-        with _own_code(f"allowed_token_ids, {token},"):
-            ids = allowed(prompt_ids, output_ids) if callable(allowed) else allowed
-            mask = _mask(ids, row)
-            if len(output_ids) < params.min_tokens and not _any_but(mask, sequence.stop_ids):
-                raise ValueError(
-                    f"min_tokens {params.min_tokens} holds off every token that is allowed, stop and end ids all, "
-                    f"got {ids!r}"
-                )
-            row.masked_fill_(~mask, -torch.inf)
-
-
-@contextmanager
-def _own_code(where: str) -> Iterator[None]:
-    """Within the body runs what a request brought along."""
-    try:
-        yield
-    except Exception as error:
-        raise RequestError(what_failed(where, error)) from error
-
-
-def _any_but(mask: Tensor, ids: Collection[int]) -> bool:
-    """Whether the mask holds a token that is none of `ids`."""
-    index = torch.tensor(sorted(ids), dtype=torch.int64, device=mask.device)
-    return bool(mask.index_fill(0, index, False).any())
 
 
 def has_logits_processor(sequences: Sequence[EngineSequence]) -> bool:
     return any(sequence.params.logits_processors for sequence in sequences)
-
-
-def has_token_mask(sequences: Sequence[EngineSequence]) -> bool:
-    return any(sequence.params.allowed_token_ids is not None for sequence in sequences)
-
-
-def _mask(ids: Sequence[int] | Tensor, row: Tensor) -> Tensor:
-    """Bool mask of a row's tokens, from ids or from a mask."""
-    if isinstance(ids, Tensor) and ids.dtype == torch.bool:
-        mask = ids.to(row.device)
-    else:
-        mask = torch.zeros_like(row, dtype=torch.bool)
-        index = torch.as_tensor(ids, dtype=torch.int64, device=row.device)
-        if not bool(((index >= 0) & (index < len(row))).all()):
-            raise ValueError(f"allowed_token_ids must be in 0 ... {len(row) - 1}, got {ids!r}")
-        mask[index] = True
-    if mask.shape != row.shape or not bool(mask.any()):
-        raise ValueError(f"allowed_token_ids must allow at least 1 of {len(row)} tokens, got {ids!r}")
-    return mask

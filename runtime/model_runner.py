@@ -15,6 +15,7 @@ from .sampler import SampledTokens, Sampler
 from .scheduler import DecodeBatch, PrefillBatch
 from .sequence import Sequence, TokenLogprobs
 from .step_state import RowUpdate, StepState
+from .token_masks import ask_for_masks
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ class ModelRunner:
                 sample_index=sequence.sample_index,
                 stop_token_ids=sequence.stop_ids,
             )
+        ask_for_masks(self._sampler, sequences, rows)
         edit_logits(logits, sequences)
         positions = torch.tensor([len(s.prompt_ids) - 1 for s in sequences], device=logits.device)
         sampled = self._sampler.sample(logits, positions, rows=rows)

@@ -34,7 +34,7 @@ class Piece:
         eager: runs in Python, called with the rows of the bucket, over claimed buffers. A step that was begun ahead may
             start anew, so it may run twice for one token: it must leave alone what outlives the step.
         sees: at a place for users' code, the buffer that it is given.
-        layer: the hooks of that place; None: it is for logits processors and masks.
+        layer: the hooks of that place; None: it is for logits processors.
     """
 
     region: PiecewiseCudaGraphRunner | None = None
@@ -132,8 +132,9 @@ class PiecewiseStep:
     ) -> dict[str, Tensor]:
         """A step on a bucket, piece by piece.
 
-        A region whose replay fails has its inputs still, since none writes to them: it runs eagerly, and so do those
-        after it. What ran before, users' code above all, does not run again.
+        A region whose replay fails has its inputs still, since none writes to them, but for the mask of allowed tokens,
+        which changes nothing a second time: it runs eagerly, and so do those after it. What ran before, users' code
+        above all, does not run again.
 
         Args:
             eager: run the Python of the regions, on the same buffers.

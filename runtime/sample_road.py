@@ -8,8 +8,9 @@ from .sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class SampleRoad(SampleSteps):
-    """The operations that a row or a batch needs, log-probabilities included."""
+    """The operations that a row or a batch needs, masks of allowed tokens and log-probabilities included."""
 
+    masks: bool = False
     logprobs: bool = False
     num_top_logprobs: int = 0
 
@@ -38,6 +39,7 @@ def road_of(params: SamplingParams, vocab_size: int, bans: bool) -> SampleRoad:
         penalties=(params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (1.0, 0.0, 0.0),
         biases=bool(params.logit_bias),
         bans=bans,
+        masks=params.allowed_token_ids is not None,
         logprobs=params.logprobs,
         num_top_logprobs=params.top_logprobs,
     )

@@ -9,9 +9,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..kernels import UNUSED_BIAS, LogprobsWorkspace, SampleWorkspace, SamplingRows, logprobs, sample_rows
+from ..kernels import (
+    UNUSED_BIAS,
+    LogprobsWorkspace,
+    SampleWorkspace,
+    SamplingRows,
+    logprobs,
+    num_bitmask_words,
+    pack_token_bitmask,
+    sample_rows,
+    token_bitmask,
+)
 from .sample_road import SampleRoad, road_of
 from .sampling_params import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS, SamplingParams
+from .staging_ring import StagingRing
 
 MAX_BANNED_IDS = 2 * MAX_STOP_TOKEN_IDS  # a request's own stop ids and the model's end ids
 
@@ -45,7 +56,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Owns the sampling numbers and token counts of `max_num_seqs` rows on one device.
+    """Owns the sampling numbers, masks of allowed tokens and token counts of `max_num_seqs` rows on one device.
 
     The host changes single rows (`set_row`, `clear_row`, `move_row`) in stream order with the steps and never rewrites
     an array; whatever changes from step to step is read on the device. A cleared row is greedy. What the kernels keep
@@ -62,6 +73,8 @@ class Sampler:
         self._biases = torch.empty(max_num_seqs, MAX_LOGIT_BIASES, dtype=torch.float32, device=device)
         self._banned_ids = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.int64, device=device)
         self._is_banned = torch.empty(max_num_seqs, MAX_BANNED_IDS, dtype=torch.bool, device=device)
+        self._bitmask = torch.empty(max_num_seqs, num_bitmask_words(vocab_size), dtype=torch.int32, device=device)
+        self._mask_staging: StagingRing | None = None
         self._row_numbers = torch.arange(max_num_seqs, device=device)
         self._counts: tuple[Tensor, Tensor] | None = None
         self._workspace: SampleWorkspace | None = None
@@ -77,6 +90,7 @@ class Sampler:
         self._reals.copy_(torch.tensor(_NEUTRAL_REALS))
         self._integers.copy_(torch.tensor(_NEUTRAL_INTEGERS))
         self._biases.fill_(UNUSED_BIAS)
+        self._bitmask.fill_(-1)
         for tensor in (self._bias_ids, self._banned_ids, self._is_banned):
             tensor.zero_()
 
@@ -147,13 +161,30 @@ class Sampler:
             unused = MAX_BANNED_IDS - len(banned_ids)
             self._banned_ids[row] = torch.tensor([0] * unused + sorted(banned_ids))
             self._is_banned[row] = torch.tensor([False] * unused + [True] * len(banned_ids))
+        if road.masks or previous.masks:
+            self._bitmask[row] = self._words(params)
         if road.penalties:
             in_prompt, output_counts = self.claim_counts()
             in_prompt[row] = self._histogram(prompt_ids) > 0
             output_counts[row] = self._histogram(output_ids)
 
+    def set_masks(self, rows: Sequence[int], words: Tensor) -> None:
+        """What the next tokens of some rows may be, by one copy that nobody waits for.
+
+        Args:
+            rows: all different, each of a request with a function of allowed tokens.
+            words: `[len(rows), num_bitmask_words(vocab_size)]` int32, on the host.
+        """
+        assert all(self._roads[row].masks for row in rows), "a step that samples without masks would not see them"
+        if self._mask_staging is None:
+            shape = self.max_num_seqs, 1 + self._bitmask.shape[1]
+            self._mask_staging = StagingRing(shape, torch.int32, self.device, 2)
+        records = torch.cat([torch.tensor(rows, dtype=torch.int32)[:, None], words], 1)
+        staged = self._mask_staging.put(records)
+        self._bitmask.index_copy_(0, staged[:, 0].to(torch.int64), staged[:, 1:])
+
     def clear_row(self, row: int) -> None:
-        """Take a row from its request: greedy, no penalty, no bias, no log-probabilities."""
+        """Take a row from its request: greedy, no penalty, no bias, no mask, no log-probabilities."""
         self.set_row(row, SamplingParams(temperature=0.0), 0, ())
 
     def move_row(self, source: int, target: int) -> None:
@@ -164,8 +195,8 @@ class Sampler:
 
     def row_tensors(self) -> list[Tensor]:
         """All that the device knows of each row, `[max_num_seqs, …]`."""
-        state = [self._reals, self._integers, self._bias_ids, self._biases, self._banned_ids, self._is_banned]
-        return [*state, *(self._counts or ())]
+        lists = self._bias_ids, self._biases, self._banned_ids, self._is_banned
+        return [self._reals, self._integers, *lists, self._bitmask, *(self._counts or ())]
 
     def device_tensors(self) -> list[Tensor]:
         """All that sampling reads and writes on the device, what its kernels hand to each other included."""
@@ -204,7 +235,8 @@ class Sampler:
         """Sample a token for each row of logits, and count it.
 
         Args:
-            logits: `[num_rows, vocab_size]`, any float dtype; not changed.
+            logits: `[num_rows, vocab_size]`, any float dtype; minus infinity is written to those of tokens that a row's
+                mask leaves out, and nothing else changes.
             positions: `[num_rows]` int64, of the token that the logits come from: for a request's first sample that
                 is the last token of its prompt.
             rows: the row that each belongs to, all different, in any order; None means the first num_rows rows.
@@ -215,6 +247,8 @@ class Sampler:
         road = road or self.road(range(num_rows) if rows is None else rows)
         index = self._row_numbers[:num_rows] if rows is None else torch.tensor(rows, device=self.device)
         assert index.shape == positions.shape == (num_rows,), "one row number and one position for each row of logits"
+        if road.masks:
+            token_bitmask(logits, index, self._bitmask)
         lists = self._bias_ids, self._biases, self._banned_ids, self._is_banned
         counts = self.claim_counts() if road.penalties else ()
         state = SamplingRows(self._reals, self._integers, *lists, *counts)
@@ -225,6 +259,15 @@ class Sampler:
         probs_out = None if out is None else out.for_logprobs()
         k, workspace = road.num_top_logprobs, self._logprobs_workspace
         return SampledTokens(token_ids, *logprobs(logits, token_ids, k, workspace=workspace, out=probs_out))
+
+    def _words(self, params: SamplingParams) -> Tensor | int:
+        """A row of the bitmask; a function of allowed tokens is asked before each step, and until then leaves all."""
+        allowed = params.allowed_token_ids
+        if allowed is None or callable(allowed):
+            return -1
+        mask = torch.zeros(self.vocab_size, dtype=torch.bool)
+        mask[list(allowed)] = True
+        return pack_token_bitmask(mask)
 
     def _histogram(self, token_ids: Sequence[int]) -> Tensor:
         return torch.bincount(torch.tensor(token_ids, dtype=torch.int64), minlength=self.vocab_size)

@@ -45,7 +45,7 @@ class SamplingParams:
     logits_processors:   functions (prompt ids, output ids, logits) -> None or new logits, run in Python before the
                          penalties; `logits` is the row `[vocab_size]` and may be changed in place
     allowed_token_ids:   only these may be generated: a list of ids, or a function (prompt ids, output ids) -> ids or a
-                         bool mask `[vocab_size]`, called for each token
+                         bool mask `[vocab_size]`, called before each token; behind logits processors
 
     Log-probabilities are those of the model, before penalties, biases, temperature and filters (but after logits
     processors and allowed tokens, which change what the model says). Raises TypeError or

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import SINK_BLOCK, commit, update_rows
+from .staging_ring import StagingRing
 
 _ENTRIES = 4
 """Depth of the two rings between host and device: a host one or two steps ahead never touches an entry in use."""
@@ -52,7 +53,7 @@ class StepState:
         self._num_commits = 0
         self.num_changes = 0
         shape = (max_num_seqs, 4 + max_blocks_per_seq)
-        self._staging = _StagingRing(shape, device)
+        self._staging = StagingRing(shape, torch.int64, device, _ENTRIES)
 
     def write_rows(self, updates: list[RowUpdate]) -> None:
         """Make rows what the updates say; at most one update a row."""
@@ -137,27 +138,3 @@ class StepState:
         if self._done:
             self._done[step % _ENTRIES].synchronize()
         return self._sampled[step % _ENTRIES, :num_rows].tolist()
-
-
-class _StagingRing:
-    """Pinned host buffers in turn, each reused only after the copy out of it has run."""
-
-    def __init__(self, shape: tuple[int, int], device: torch.device) -> None:
-        self._device = device
-        self._next = 0
-        self._buffers: list[Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        if device.type == "cuda":
-            self._buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(_ENTRIES)]
-            self._copied = [torch.cuda.Event() for _ in range(_ENTRIES)]
-
-    def put(self, records: Tensor) -> Tensor:
-        """`records` on the device, copied in stream order."""
-        if not self._buffers:
-            return records.to(self._device)
-        index, self._next = self._next, (self._next + 1) % len(self._buffers)
-        self._copied[index].synchronize()
-        staged = self._buffers[index][: records.shape[0]].copy_(records).to(self._device, non_blocking=True)
-        # Named, since the current device need not be the one that copies.
-        self._copied[index].record(torch.cuda.current_stream(self._device))
-        return staged

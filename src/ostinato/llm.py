@@ -137,8 +137,8 @@ class LLM:
         """Complete one prompt or several; the outputs come in the order of the prompts.
 
         All requests are checked before any is computed. A request of a list whose own code fails (a logits processor, a
-        token mask) ends with `finish_reason` "error" and `error` set, which is logged; the others go on. A prompt that
-        is given alone, not in a list, raises its error.
+        function of allowed tokens) ends with `finish_reason` "error" and `error` set, which is logged; the others go
+        on. A prompt that is given alone, not in a list, raises its error.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.

@@ -91,6 +91,7 @@ def sampling(batch: int, steps: kernels.SampleSteps, architecture: int) -> list[
     state = kernels.SamplingRows(*numbers, *lists, meta(256, 128, dtype=flags), *counts)
     rows, workspace = meta(batch, dtype=ids), kernels.SampleWorkspace(256, vocab, device="meta")
     with aot.recording(architecture) as launches:
+        kernels.token_bitmask(meta(batch, vocab), rows, meta(256, vocab // 32, dtype=torch.int32))
         kernels.sample_rows(meta(batch, vocab), rows, rows, state, steps, workspace=workspace)
         kernels.logprobs(meta(batch, vocab), rows, 20)
     return launches

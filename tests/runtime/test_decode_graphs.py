@@ -265,7 +265,9 @@ def test_the_sink_is_zero_after_captures_and_rows_are_as_before(engine: Callable
     assert runner._sampler.claim_counts()[1].eq(0).all()
 
 
-@pytest.mark.parametrize("feature", ["greedy", "random", "everything", "hook", "processor", "mask", "hook+mask"])
+@pytest.mark.parametrize(
+    "feature", ["greedy", "random", "everything", "hook", "processor", "mask", "asked mask", "hook+mask"]
+)
 @pytest.mark.parametrize("mode", ["whole", "piecewise", "off"])
 def test_explain_is_what_happens(shared: Callable[..., Engine], generate: Generate, mode: str, feature: str) -> None:
     """For every size up to the largest bucket and two beyond."""
@@ -275,11 +277,11 @@ def test_explain_is_what_happens(shared: Callable[..., Engine], generate: Genera
     if "processor" in feature:
         params = SamplingParams(temperature=0.0, max_tokens=2, logits_processors=[lambda prompt, out, row: None])
     if "mask" in feature:
-        params = SamplingParams(temperature=0.0, max_tokens=2, allowed_token_ids=range(61))
+        allowed: Any = (lambda prompt, output: range(61)) if "asked" in feature else range(61)
+        params = SamplingParams(temperature=0.0, max_tokens=2, allowed_token_ids=allowed)
     expected_reason = {
         "hook": Reason.HOOK,
         "processor": Reason.LOGITS_PROCESSOR,
-        "mask": Reason.TOKEN_MASK,
         "hook+mask": Reason.HOOK,
     }.get(feature, Reason[mode.upper()])
     runner = one.decode_runner
@@ -735,7 +737,7 @@ def test_sampling_without_a_captured_kind_does_not_exist() -> None:
     from ostinato.runtime.sample_road import SampleRoad
     from ostinato.runtime.sampling_params import MAX_TOP_LOGPROBS
 
-    most = SampleRoad(True, True, True, True, True, True, True, True, MAX_TOP_LOGPROBS)
+    most = SampleRoad(True, True, True, True, True, True, True, True, True, MAX_TOP_LOGPROBS)
     assert GRAPH_ROADS[-1] == most
     assert all(later.covers(earlier) for earlier, later in itertools.pairwise(GRAPH_ROADS))
 

@@ -46,7 +46,7 @@ def test_the_ledger_has_every_graph_and_adds_up(engine: Make) -> None:
     graphs, report = graphs_of(one), one.graph_report()
     ledger = graphs.ledger
     assert {(entry.key_info, entry.batch_size) for entry in ledger.entries} == {
-        (info, size) for info in ("greedy", "random+top_k+top_p+min_p", "everything") for size in (1, 3)
+        (info, size) for info in ("greedy", "random+top_k+top_p+min_p+masks", "everything") for size in (1, 3)
     }
     assert ledger.pool_bytes == graphs.backend.pool_bytes(graphs.resources.pool)
     assert ledger.buffer_bytes == graphs.resources.buffers.num_bytes

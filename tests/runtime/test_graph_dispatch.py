@@ -45,14 +45,12 @@ def test_buckets_that_do_not_cap_leave_a_large_batch_whole_and_eager() -> None:
     assert shape(dispatcher(caps=False).decide(Batch(70))) == [(70, None, Path.EAGER, Reason.OVER_LARGEST)]
 
 
-@pytest.mark.parametrize("features", list(itertools.product([False, True], repeat=3)))
+@pytest.mark.parametrize("features", list(itertools.product([False, True], repeat=2)))
 @pytest.mark.parametrize("path", [Path.WHOLE, Path.PIECEWISE])
-def test_eager_pieces_make_a_step_piecewise(path: Path, features: tuple[bool, bool, bool]) -> None:
+def test_eager_pieces_make_a_step_piecewise(path: Path, features: tuple[bool, bool]) -> None:
     batch = Batch(3, None, *features)
     [chunk] = dispatcher(path).decide(batch)
-    reasons = [
-        r for r, on in zip((Reason.HOOK, Reason.LOGITS_PROCESSOR, Reason.TOKEN_MASK), features, strict=True) if on
-    ]
+    reasons = [r for r, on in zip((Reason.HOOK, Reason.LOGITS_PROCESSOR), features, strict=True) if on]
     usual = Reason.WHOLE if path is Path.WHOLE else Reason.PIECEWISE
     assert (chunk.path, chunk.reason) == ((Path.PIECEWISE, reasons[0]) if reasons else (path, usual))
     assert chunk.key == BucketKey("decode", None, 4, 4)

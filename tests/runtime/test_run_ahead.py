@@ -191,7 +191,7 @@ def test_log_probabilities_of_a_split_batch_are_each_part_s_own(engine: Make) ->
         assert split == pytest.approx(whole, abs=1e-5)
 
 
-@pytest.mark.parametrize("what", ["hook", "hook at 0", "processor", "mask"])
+@pytest.mark.parametrize("what", ["hook", "hook at 0", "processor", "processor and mask"])
 def test_the_pieces_before_users_code_are_begun_ahead(engine: Make, inside: Any, what: str) -> None:
     """The same tokens, each token seen once by users' code, and regions run as often as without but for steps that are
     begun anew: when a sequence ends by a stop id, or a request comes."""
@@ -210,9 +210,9 @@ def test_the_pieces_before_users_code_are_begun_ahead(engine: Make, inside: Any,
         more: dict[str, Any] = {}
         if "hook" in what:
             one.hooks.add(0 if "0" in what else 1, push)
-        if what == "processor":
+        if "processor" in what:
             more["logits_processors"] = [process]
-        if what == "mask":
+        if "mask" in what:
             more["allowed_token_ids"] = lambda prompt, output: [len(output), 5 + len(output), 9]
         requests = [
             ([1, 2, 3], greedy(12, **more)),

@@ -12,6 +12,7 @@ import torch
 from ..model import Decoder
 from ..runtime import EngineConfig, SamplingParams
 from ..runtime.graph_reason import REPLAYS, Path, Reason
+from ..runtime.token_masks import has_mask_function
 from .errors import BenchError
 from .mode_subjects import make_subject
 from .output import Column, Report
@@ -109,7 +110,12 @@ BREAKS = (
         Reason.LOGITS_PROCESSOR,
         SamplingParams(temperature=0.0, logits_processors=[_same_logits]),
     ),
-    Break("a mask of allowed tokens", Reason.TOKEN_MASK, SamplingParams(temperature=0.0, allowed_token_ids=[1, 2, 3])),
+    Break("a list of allowed tokens", Reason.WHOLE, SamplingParams(temperature=0.0, allowed_token_ids=[1, 2, 3])),
+    Break(
+        "a function of allowed tokens",
+        Reason.WHOLE,
+        SamplingParams(temperature=0.0, allowed_token_ids=lambda prompt_ids, output_ids: [1, 2, 3]),
+    ),
     Break("a batch above the largest graph", Reason.SPLIT, prepare=_drop(BATCH)),
     Break(
         "the same, without splitting",
@@ -293,7 +299,7 @@ def _subject(decoder: Decoder, one: Break, context: int, room: int) -> Subject:
 
 
 def _is_piecewise(reason: Reason) -> bool:
-    return reason in (Reason.PIECEWISE, Reason.HOOK, Reason.LOGITS_PROCESSOR, Reason.TOKEN_MASK)
+    return reason in (Reason.PIECEWISE, Reason.HOOK, Reason.LOGITS_PROCESSOR)
 
 
 def _num_regions(subject: Subject) -> int:
@@ -312,4 +318,5 @@ def _can_launch(subject: Subject) -> bool:
     [key, *more] = [chunk.key for chunk in chunks]
     road: Any = batch.cg_key_info
     is_there = key is not None and not more and runner.graphs.has(chunks[0].path, key)
-    return is_there and batch.eager_piece is None and not road.logprobs
+    waits = batch.eager_piece is not None or road.logprobs or has_mask_function(subject.sequences)
+    return is_there and not waits

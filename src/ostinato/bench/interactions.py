@@ -71,8 +71,9 @@ INTERACTIONS = (
     Interaction(
         "Guided decoding",
         "careful: the mask is often computed outside the graph",
-        "yes, as `allowed_token_ids`: the step is cut between head and sampling, both sides replay; no grammar engine",
-        "a mask of allowed tokens",
+        "yes, as `allowed_token_ids`: a bit for each token, applied in the graph; a list is packed once, a function "
+        "asked on the host before each step; no grammar engine",
+        "a function of allowed tokens",
     ),
     Interaction(
         "Python logits processors",
@@ -92,7 +93,7 @@ INTERACTIONS = (
         "Custom masks",
         "not in every guide's table",
         "of tokens: as guided decoding. Of attention: not built, no argument takes one; a window is the model's",
-        "a mask of allowed tokens",
+        "a list of allowed tokens",
     ),
 )
 

@@ -105,6 +105,13 @@ def sampled(x: Tensor, out: Tensor | None) -> Tensor:
     return k.sample_rows(x, index, index, state, k.SampleSteps(random=True, top_k=True))
 
 
+def masked(x: Tensor, out: Tensor | None) -> Tensor:
+    """In place; the rows of the mask in another order than those of the logits."""
+    allowed = torch.arange(x.shape[1]) % (2 + torch.arange(ROWS)[:, None]) == 0
+    k.token_bitmask(x, torch.arange(ROWS, device=x.device).flip(0), k.pack_token_bitmask(allowed).to(x.device))
+    return x
+
+
 OPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], int]] = {
     # with the width of the result, 0 where that is not rows
     "rms_norm": (norm, WIDTH),
@@ -120,6 +127,7 @@ OPS: dict[str, tuple[Callable[[Tensor, Any], Tensor], int]] = {
     "greedy": (chosen, 0),
     "logprobs": (probable, 0),
     "sample_rows": (sampled, 0),
+    "token_bitmask": (masked, 0),
 }
 
 

@@ -191,6 +191,24 @@ def logprobs_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
     return lambda: cuda(4, 20001), run
 
 
+def token_bitmask_case(words: bool) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+    """Of the logits, or of the words: they too are written in stream order."""
+    index, vocab = torch.arange(4, device="cuda"), 20001
+
+    def draw() -> Tensor:
+        return k.pack_token_bitmask(torch.rand(4, vocab) < 0.5).cuda()
+
+    if words:
+        return stateful(draw, lambda x, logits: k.token_bitmask(logits, index, x), cuda(4, vocab))
+    bitmask = draw()
+
+    def run(x: Tensor) -> Tensor:
+        k.token_bitmask(x, index, bitmask)
+        return x.clone()
+
+    return lambda: cuda(4, vocab), run
+
+
 def residual_add_case() -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
     residual, weight = cuda(5, 1024), cuda(1024)
     return lambda: cuda(5, 1024), lambda x: k.residual_add(x, residual, scale=0.3, norm_weight=weight, norm_eps=1e-5)
@@ -231,6 +249,8 @@ def cases() -> Iterator[tuple[str, Callable[[], tuple[Callable[[], Tensor], Call
     yield "sample-rows", lambda: sample_rows_case(k.SampleSteps(random=True))
     yield "sample-rows-filtered", lambda: sample_rows_case(k.SampleSteps(random=True, top_k=True, top_p=True))
     yield "logprobs", logprobs_case
+    yield "token-bitmask", lambda: token_bitmask_case(words=False)
+    yield "token-bitmask-words", lambda: token_bitmask_case(words=True)
     yield "swiglu", lambda: (lambda: cuda(5, 1024), k.swiglu)
     yield "greedy", lambda: (lambda: cuda(3, 50000), k.greedy)
     yield "embedding", embedding_case
