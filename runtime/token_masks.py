@@ -25,7 +25,7 @@ def ask_for_masks(sampler: Sampler, sequences: SequenceOf[Sequence], rows: Seque
     Args:
         rows: where the sequences stand, one each.
     """
-    asked = [(row, one) for row, one in zip(rows, sequences, strict=True) if has_mask_function([one])]
+    asked = [(row, one) for row, one in zip(rows, sequences, strict=True) if callable(one.params.allowed_token_ids)]
     if not asked:
         return
     allowed = torch.ones(len(asked), sampler.vocab_size, dtype=torch.bool)
