@@ -2,10 +2,10 @@
 
     python bench/commands.py OUT SECONDS 'modes --shape llama-3.1-8b --batch 1,8 --context 1024' 'cost --shape ...' ...
 
-Only `modes`, `profile`, `break`, `cost` and `peers`, with `--shape`. What each finds goes to
-`OUT/h200-COMMAND-SHAPE.json`, with `-CONTEXT` at the end where that is not 1024 (of `cost` with the sizes that are the
-default, `-MAX_NUM_SEQS`), and traces of `profile` to OUT/traces. No command is begun that is not likely to end within
-SECONDS. Exits with 1 if one failed.
+Only `modes`, `profile`, `break`, `cost`, `kernels` and `peers`, with `--shape`. What each finds goes to
+`OUT/h200-COMMAND-SHAPE.json`, with `-bBATCH` at the end of `break` and `kernels`, which have one, `-CONTEXT` where that
+is not 1024, and `-MAX_NUM_SEQS` of `cost` with the sizes that are the default; traces of `profile` go to OUT/traces. No
+command is begun that is not likely to end within SECONDS. Exits with 1 if one failed.
 """
 
 import argparse
@@ -20,13 +20,14 @@ import aot
 import torch
 from decode_kernels import launches_of
 
-from ostinato.bench import breaks, modes, peers, profiles, timing
+from ostinato.bench import breaks, kernel_times, modes, peers, profiles, timing
+from ostinato.bench.break_features import sizes_of
 from ostinato.cli import main as ostinato
 from ostinato.runtime import EngineConfig
 from ostinato.runtime.graph_buckets import parse_sizes
 
-STEPS = {"modes": 20, "profile": 5, "break": 20, "cost": 0, "peers": 20}
-SHORTEST = {"modes": 8, "profile": 8, "break": 20, "cost": 20, "peers": 8}
+STEPS = {"modes": 20, "profile": 5, "break": 20, "cost": 0, "kernels": 0, "peers": 20}
+SHORTEST = {"modes": 8, "profile": 8, "break": 20, "cost": 20, "kernels": 8, "peers": 8}
 """Seconds; with fewer a command is not begun."""
 
 Step = tuple[str, EngineConfig, list[int]]
@@ -36,7 +37,7 @@ def parse(line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("command", choices=STEPS)
     parser.add_argument("--shape", required=True)
-    parser.add_argument("--batch", default="1")
+    parser.add_argument("--batch")
     parser.add_argument("--context", default="1024")
     parser.add_argument("--peer", action="append")
     parser.add_argument("--rounds", type=int)
@@ -45,6 +46,7 @@ def parse(line: str) -> argparse.Namespace:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-model-len", type=int, default=131072)
     found = parser.parse_args(shlex.split(line))
+    found.batch = found.batch or str(breaks.BATCH if found.command == "break" else 1)
     found.steps = found.steps or STEPS[found.command]
     found.rounds = found.rounds or (5 if found.command == "peers" else 3)
     return found
@@ -57,15 +59,18 @@ def steps_of(asked: argparse.Namespace) -> list[Step]:
         engine = EngineConfig(max_num_seqs=asked.max_num_seqs, max_model_len=asked.max_model_len, capture_sizes=sizes)
         return [(asked.shape, engine, list(sizes or (1, 2, 4, 8, *range(16, asked.max_num_seqs + 1, 8))))]
     contexts = [int(part) for part in asked.context.split(",")]
+    batches = [int(part) for part in asked.batch.split(",")]
+    cells = [(batch, [batch], context) for context in contexts for batch in batches]
     if asked.command == "break":
-        cells = [(breaks.BATCH, [breaks.SMALLER, breaks.BATCH - 1, breaks.BATCH], context) for context in contexts]
-        room = breaks.room_of(asked.steps)
-    else:
-        batches = [int(part) for part in asked.batch.split(",")]
-        cells = [(batch, [batch], context) for context in contexts for batch in batches]
-        rooms = {"modes": modes.room_of, "peers": peers.room_of}
-        turns = rooms.get(asked.command)
-        room = profiles.room_of(asked.steps) if turns is None else turns(asked.rounds, asked.steps)
+        cells = [(batch, sorted({*sizes_of(batch), max(1, batch - 1)}), context) for batch, _, context in cells]
+    rooms = {
+        "modes": lambda: modes.room_of(asked.rounds, asked.steps),
+        "peers": lambda: peers.room_of(asked.rounds, asked.steps),
+        "profile": lambda: profiles.room_of(asked.steps),
+        "break": lambda: breaks.room_of(asked.steps),
+        "kernels": lambda: kernel_times.ROOM,
+    }
+    room = rooms[asked.command]()
     return [
         (asked.shape, EngineConfig(max_num_seqs=batch, max_model_len=context + room + 1, block_size=16), sizes)
         for batch, sizes, context in cells
@@ -94,7 +99,8 @@ def compile_all(steps: list[Step], prompts: list[tuple[str, int]]) -> None:
 
 
 def run(line: str, asked: argparse.Namespace, out: Path, left: float) -> int:
-    more = f"-{asked.context}" if asked.context != "1024" else ""
+    more = f"-b{asked.batch}" if asked.command in ("break", "kernels") else ""
+    more += f"-{asked.context}" if asked.context != "1024" else ""
     if asked.command == "cost" and not asked.capture_sizes:
         more += f"-{asked.max_num_seqs}"
     name = f"{asked.command}-{asked.shape}{more}"

@@ -2,8 +2,8 @@
 
     python bench/result_files.py COMMIT FILE...
 
-notes the commit that results were measured on. A result is `h200-COMMAND[-MORE]-SHAPE[-MORE].json`; several of a
-command and a shape are several runs.
+notes the commit that results were measured on, and forgets files that are gone. A result is
+`h200-COMMAND[-MORE]-SHAPE[-MORE].json`; several of a command and a shape are several runs.
 """
 
 import hashlib
@@ -72,4 +72,5 @@ if __name__ == "__main__":
     noted = json.loads(COMMITS.read_text())
     for name in map(Path, sys.argv[2:]):
         noted[name.name] = {"commit": sys.argv[1], "sha256": digest(name)}
-    COMMITS.write_text(json.dumps(dict(sorted(noted.items())), indent=2) + "\n")
+    there = {name: noted[name] for name in sorted(noted) if (RESULTS / name).exists()}
+    COMMITS.write_text(json.dumps(there, indent=2) + "\n")

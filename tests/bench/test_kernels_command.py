@@ -1,5 +1,6 @@
 """`ostinato bench kernels`, and what it and the other commands time with."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ def test_the_table_and_the_document(
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(timing, "streaming_rate", lambda device: 1e9)
     plot = tmp_path / "kernels.png"
-    document = cli("bench", "kernels", "-m", chat_model, "--context", 20, "--json", "--plot", plot).json()
+    out = tmp_path / "kernels.json"
+    document = cli("bench", "kernels", "-m", chat_model, "--context", 20, "--json", "--out", out, "--plot", plot).json()
     check(document, SCHEMAS["kernels"])
+    assert json.loads(out.read_text()) == document
     cells = {cell["name"]: cell for cell in document["cells"]}
     layers = cells["norm, qkv"]["calls"]
     assert layers == cells["rotation, KV write, attention"]["calls"] > 1

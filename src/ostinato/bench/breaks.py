@@ -1,52 +1,30 @@
 """`ostinato bench break`: features switched on one by one, and what becomes of the graphs."""
 
+import gc
+import logging
 import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
 import torch
 
-from ..model import Decoder
-from ..runtime import EngineConfig, SamplingParams
+from ..model import Decoder, KVCache
+from ..runtime import EngineConfig
 from ..runtime.graph_reason import REPLAYS, Path, Reason
 from ..runtime.token_masks import has_mask_function
+from .break_features import BREAKS, PLAIN, Break, quiet, sizes_of
 from .errors import BenchError
-from .mode_subjects import make_subject
+from .mode_subjects import LeftOut, affordable, make_subject
 from .output import Column, Report
 from .subject import TAPE, Subject, place
 
 BATCH = 4
-SMALLER = 2
-"""Captured sizes are these two."""
+"""Where none is given."""
 
 WARM_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Break:
-    """A feature, or a fault.
-
-    Attributes:
-        reason: that its steps must give.
-        params: of each request.
-        options: of the engine, beside `graphs="whole"`.
-        prepare: done to the engine before it decodes, for good.
-        hook: in front of a middle layer.
-        rows: requests that decode side by side.
-        fresh: steps are counted from the first one on, and not timed.
-    """
-
-    name: str
-    reason: Reason
-    params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
-    options: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[Subject], None] | None = None
-    hook: bool = False
-    rows: int = BATCH
-    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,113 +48,74 @@ class BreakCell:
     cost: float | None = None
 
 
-def _drop(*sizes: int, reason: Reason = Reason.REPLAY_FAILED) -> Callable[[Subject], None]:
-    """As if the buckets of these sizes had failed for a reason."""
-
-    def drop(subject: Subject) -> None:
-        graphs = subject.engine.decode_runner.graphs
-        assert graphs is not None, "there are buckets"
-        for key in [key for config in graphs.configs for key in config.bucket_keys() if key.bs in sizes]:
-            graphs.fail(Path.WHOLE, key, "dropped by ostinato bench break", reason)
-
-    return drop
-
-
-def _same_logits(prompt_ids: object, output_ids: object, logits: object) -> None:
-    """A logits processor that changes nothing."""
-
-
 def _look(hidden: object, rows: object) -> None:
     """A hook that changes nothing."""
 
 
-def _drawn(**more: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.8, seed=7, **more)
+@dataclass(frozen=True)
+class BreaksResult:
+    """Attributes:
+    batch, context: rows of a plain step, and tokens of each.
+    too_small: names of features that a batch of this size is too small for.
+    """
 
-
-PLAIN = Break("nothing: greedy requests", Reason.WHOLE)
-BREAKS = (
-    PLAIN,
-    Break("draws with a seed each", Reason.WHOLE, _drawn()),
-    Break("top-k, top-p, min-p", Reason.WHOLE, _drawn(top_k=20, top_p=0.9, min_p=0.01)),
-    Break("penalties", Reason.WHOLE, _drawn(repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.5)),
-    Break("logit bias", Reason.WHOLE, _drawn(logit_bias={1: 1.0})),
-    Break("n = 4 samples of one prompt", Reason.WHOLE, _drawn(n=BATCH), rows=1),
-    Break("log-probabilities", Reason.WHOLE, SamplingParams(temperature=0.0, logprobs=True, top_logprobs=2)),
-    Break("a batch between two sizes", Reason.WHOLE, rows=BATCH - 1),
-    Break("a hook on hidden states", Reason.HOOK, hook=True),
-    Break(
-        "a Python logits processor",
-        Reason.LOGITS_PROCESSOR,
-        SamplingParams(temperature=0.0, logits_processors=[_same_logits]),
-    ),
-    Break("a list of allowed tokens", Reason.WHOLE, SamplingParams(temperature=0.0, allowed_token_ids=[1, 2, 3])),
-    Break(
-        "a function of allowed tokens",
-        Reason.WHOLE,
-        SamplingParams(temperature=0.0, allowed_token_ids=lambda prompt_ids, output_ids: [1, 2, 3]),
-    ),
-    Break("a batch above the largest graph", Reason.SPLIT, prepare=_drop(BATCH)),
-    Break(
-        "the same, without splitting",
-        Reason.REPLAY_FAILED,
-        options={"split_large_batches": False},
-        prepare=_drop(BATCH),
-    ),
-    Break("a bucket that was dropped, a larger one left", Reason.WHOLE, prepare=_drop(SMALLER), rows=SMALLER),
-    Break("no bucket left: replays failed", Reason.REPLAY_FAILED, prepare=_drop(BATCH, SMALLER)),
-    Break(
-        "graphs above their memory budget",
-        Reason.OVER_BUDGET,
-        # Not by a budget: what a graph that is dropped leaves in the pool, the next one has for nothing.
-        prepare=_drop(BATCH, SMALLER, reason=Reason.OVER_BUDGET),
-    ),
-    Break("capture when used, first steps", Reason.WARMUP, options={"capture": "lazy"}, fresh=True),
-    Break("piecewise on request", Reason.PIECEWISE, options={"graphs": "piecewise"}),
-    Break("graphs switched off", Reason.OFF, options={"graphs": "off"}),
-)
+    device: torch.device
+    dtype: str
+    batch: int
+    context: int
+    cells: list[BreakCell]
+    too_small: list[str]
 
 
 def measure(
     decoder: Decoder,
+    batch: int,
     context: int,
     steps: int,
     breaks: Sequence[Break] = BREAKS,
-    keep: Callable[[list[BreakCell]], None] = lambda cells: None,
-) -> list[BreakCell]:
-    """Each feature by itself, timed in turns with the plain step.
+    keep: Callable[[BreaksResult], None] = lambda result: None,
+) -> BreaksResult:
+    """Each feature by itself, timed in turns with the plain step; all on one KV cache.
 
     Args:
         steps: of a turn, of which there are two; 0: nothing is timed.
         keep: called after every feature.
 
     Raises:
-        BenchError: steps ran for another reason than their feature's; the others have been measured all the same.
+        BenchError: the KV cache does not fit; or steps ran for another reason than their feature's: the others have
+            been measured all the same.
     """
-    room = room_of(steps)
-    plain = _subject(decoder, PLAIN, context, room) if steps else None
-    shared = _subject(decoder, PLAIN, context, room)
-    cells: list[BreakCell] = []
+    room, left_out = room_of(steps), list[LeftOut]()
+    if not list(affordable(decoder, [(batch, context)], room, None, left_out)):
+        raise BenchError(f"batch {batch}, context {context}: {left_out[0].why}")
+    chosen = [one for one in breaks if one.least <= batch]
+    too_small = [one.name for one in breaks if one.least > batch]
+    result = BreaksResult(decoder.device, str(decoder.dtype).removeprefix("torch."), batch, context, [], too_small)
     wrong = []
-    for one in breaks:
-        if one.options or one.prepare is not None:
-            subject = _subject(decoder, one, context, room)
-        else:
-            subject = shared
-            subject.restart([one.params] * one.rows, room)
-        if one.prepare is not None:
-            one.prepare(subject)
-        hook = subject.engine.hooks.add(decoder.config.num_layers // 2, _look) if one.hook else None
-        try:
-            cells.append(_cell(subject, one, plain, steps, room))
-        except BenchError as error:
-            wrong.append(str(error))
-        if hook is not None:
-            hook.remove()
-        keep(cells)
+    with quiet(logging.ERROR):
+        shared = _subject(decoder, PLAIN, batch, context, room)
+        plain = _subject(decoder, PLAIN, batch, context, room, shared.kv_cache) if steps else None
+        for one in chosen:
+            if one.options or one.prepare is not None:
+                subject = _subject(decoder, one, batch, context, room, shared.kv_cache)
+            else:
+                subject = shared
+                subject.restart(one.requests(batch), room)
+            if one.prepare is not None:
+                one.prepare(subject)
+            hook = subject.engine.hooks.add(decoder.config.num_layers // 2, _look) if one.hook else None
+            try:
+                result.cells.append(_cell(subject, one, plain, steps, room))
+            except BenchError as error:
+                wrong.append(str(error))
+            if hook is not None:
+                hook.remove()
+            del subject
+            gc.collect()  # its graphs, before there are others
+            keep(result)
     if wrong:
         raise BenchError("; ".join(wrong))
-    return cells
+    return result
 
 
 def _cell(subject: Subject, one: Break, plain: Subject | None, steps: int, room: int) -> BreakCell:
@@ -192,7 +131,7 @@ def _cell(subject: Subject, one: Break, plain: Subject | None, steps: int, room:
     graphs = 0 if path is Path.EAGER else chunks * (_num_regions(subject) if path is Path.PIECEWISE else 1)
     median = cost = None
     if plain is not None and not one.fresh:
-        plain.restart([PLAIN.params] * PLAIN.rows, room)  # as long as the feature's
+        plain.restart(PLAIN.requests(plain.batch), room)  # as long as the feature's
         plain.step(WARM_STEPS + 2)
         times, others = subject.step(steps + 1), plain.step(steps + 1)
         times, others = times + subject.step(steps + 1), others + plain.step(steps + 1)
@@ -235,7 +174,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def report(cells: Sequence[BreakCell], device: torch.device, model: str, dtype: str) -> Report:
+def report(result: BreaksResult, model: str) -> Report:
     """The features, to be shown."""
     columns = [
         Column("switched on"),
@@ -258,24 +197,28 @@ def report(cells: Sequence[BreakCell], device: torch.device, model: str, dtype: 
             cell.median_ms,
             cell.cost,
         )
-        for cell in cells
+        for cell in result.cells
     ]
     said = refusals()
     notes = [f"not built: {name}: {text}" for name, text in said.items()]
-    if device.type != "cuda":
+    if result.too_small:
+        notes.insert(0, f"not for a batch of {result.batch}: {'; '.join(result.too_small)}")
+    if result.device.type != "cuda":
         notes.insert(0, TAPE)
     document = {
         "command": "break",
-        "version": 1,
-        "where": place(device, model, dtype),
-        "batch": BATCH,
-        "cells": [asdict(cell) for cell in cells],
+        "version": 2,
+        "where": place(result.device, model, result.dtype),
+        "batch": result.batch,
+        "context": result.context,
+        "cells": [asdict(cell) for cell in result.cells],
         "refused": said,
     }
-    return Report(f"one feature at a time, {BATCH} rows of {model}, {dtype}", columns, rows, notes, document)
+    rows_of = f"{result.batch} row{'s' * (result.batch > 1)} of {result.context} tokens"
+    return Report(f"one feature at a time, {model}, {result.dtype}, {rows_of}", columns, rows, notes, document)
 
 
-def plot(cells: Sequence[BreakCell], device: torch.device, path: FilePath) -> None:
+def plot(result: BreaksResult, path: FilePath) -> None:
     """Times the plain step, one bar a feature.
 
     Raises:
@@ -283,19 +226,21 @@ def plot(cells: Sequence[BreakCell], device: torch.device, path: FilePath) -> No
     """
     from .output import figure
 
-    cells = [cell for cell in cells if cell.cost is not None]
+    cells = [cell for cell in result.cells if cell.cost is not None]
     if not cells:
         raise ValueError("--plot draws times: give --steps above 0")
-    label = "" if device.type == "cuda" else " (tape on a CPU, no CUDA graphs)"
+    label = "" if result.device.type == "cuda" else " (tape on a CPU, no CUDA graphs)"
     with figure(path, 8, 5) as [axes]:
         axes.barh([f"{cell.name}: {cell.reason}" for cell in cells][::-1], [cell.cost for cell in cells][::-1])
         axes.axvline(1.0, color="k", linewidth=0.8)
         axes.set_xlabel(f"times the plain step{label}")
 
 
-def _subject(decoder: Decoder, one: Break, context: int, room: int) -> Subject:
-    options = {"capture_sizes": (SMALLER, BATCH), "max_num_seqs": BATCH, **one.options}
-    return make_subject(decoder, BATCH, context, "whole", room, params=[one.params] * one.rows, **options)
+def _subject(
+    decoder: Decoder, one: Break, batch: int, context: int, room: int, kv_cache: KVCache | None = None
+) -> Subject:
+    options = {"capture_sizes": sizes_of(batch), **one.options}
+    return make_subject(decoder, batch, context, "whole", room, one.requests(batch), kv_cache, **options)
 
 
 def _is_piecewise(reason: Reason) -> bool:

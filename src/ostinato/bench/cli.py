@@ -11,6 +11,7 @@ from typer import Option
 from .cli_capture_list import capture_list
 from .cli_options import (
     CAPTURE_SIZES,
+    Batch,
     Batches,
     Context,
     Contexts,
@@ -108,6 +109,7 @@ def break_(
     shape: Shape = None,
     device: Device = None,
     dtype: DType = "auto",
+    batch: Batch = 4,
     context: Context = None,
     steps: Annotated[
         int | None, Option(min=0, help="Of a turn; 0: time nothing. Default: 20 on a GPU, else 3.")
@@ -118,10 +120,13 @@ def break_(
 ) -> None:
     """Switch on one feature or fault at a time: how steps then run, why, and what that costs beside the plain step.
 
+    Graphs are of --batch and of half as much; what needs more rows than --batch has is named.
+
     Exits with 1 where a step runs for another reason than expected. docs/feature-interactions.md is made from this.
     """
     from ..llm import _device
     from . import breaks
+    from .break_features import BREAKS
     from .subject import load_decoder
 
     if plot is not None and steps == 0:
@@ -130,21 +135,18 @@ def break_(
     on_gpu = target.type == "cuda"
     decoder = load_decoder(model, shape, target, dtype)
     length = context or (1024 if on_gpu else 32)
-    dtype_name = str(decoder.dtype).removeprefix("torch.")
-
-    def report(cells: list[breaks.BreakCell]) -> "Report":
-        return breaks.report(cells, target, shape or model or "demo", dtype_name)
-
-    cells = breaks.measure(
+    name = shape or model or "demo"
+    result = breaks.measure(
         decoder,
+        batch,
         length,
         (20 if on_gpu else 3) if steps is None else steps,
-        breaks.BREAKS,
-        keep=lambda cells: keep(report(cells), out),
+        BREAKS,
+        keep=lambda result: keep(breaks.report(result, name), out),
     )
-    report(cells).show(as_json=json, out=out)
+    breaks.report(result, name).show(as_json=json, out=out)
     if plot is not None:
-        breaks.plot(cells, target, plot)
+        breaks.plot(result, plot)
 
 
 @app.command()
@@ -292,9 +294,10 @@ def kernels(
     shape: Shape = None,
     device: Device = None,
     dtype: DType = "auto",
-    batch: Annotated[int, Option(min=1, help="Sequences that decode side by side.")] = 1,
+    batch: Batch = 1,
     context: Context = None,
     json: Json = False,
+    out: Out = None,
     plot: Plot = None,
 ) -> None:
     """What each part of a decode step takes by itself, its bytes against the read ceiling, and the step they make."""
@@ -307,7 +310,7 @@ def kernels(
     result = kernel_times.measure(decoder, batch, context or (1024 if target.type == "cuda" else 32))
     if plot is not None:
         kernel_times.plot(result, plot)
-    kernel_times.report(result, shape or model or "demo").show(as_json=json)
+    kernel_times.report(result, shape or model or "demo").show(as_json=json, out=out)
 
 
 @app.command()

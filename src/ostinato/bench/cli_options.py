@@ -36,6 +36,7 @@ Device = Annotated[str | None, Option(help="cpu, cuda or cuda:N. Default: CUDA w
 DType = Annotated[str, Option(help="float32, float16, bfloat16, or auto.")]
 Context = Annotated[int | None, Option(min=1, help="Tokens of each sequence. Default: 1024 on a GPU, else 32.")]
 
+Batch = Annotated[int, Option(min=1, help="Sequences that decode side by side.")]
 Batches = Annotated[str | None, Option(metavar="N,N", help="Batch sizes. Default: 1,8,32,128 on a GPU, else 1,4.")]
 Contexts = Annotated[
     str | None, Option(metavar="N,N", help="Tokens that each sequence has. Default: 1024 on a GPU, else 32.")

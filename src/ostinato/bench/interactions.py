@@ -7,7 +7,8 @@ import torch
 
 from ..model import ModelConfig
 from ..weights import dummy_model
-from .breaks import BreakCell, measure, refusals
+from .break_features import sizes_of
+from .breaks import BATCH, BreakCell, measure, refusals
 
 HEAD = """# Features and graphs
 
@@ -115,7 +116,9 @@ def page(cells: Sequence[BreakCell]) -> str:
     for cell in cells:
         counts = [str(cell.graphs_per_step), str(cell.padding_rows), "yes" if cell.runs_ahead else "no"]
         second.append([cell.name, cell.path, f"`{cell.reason}`", *counts])
-    return f"{HEAD}\n{_table(rows)}\n{COSTS}\n## One by one\n\nBatches of 4, graphs of 2 and 4.\n\n{_table(second)}\n"
+    sizes = " and ".join(map(str, sizes_of(BATCH)))
+    one_by_one = f"## One by one\n\nBatches of {BATCH}, graphs of {sizes}.\n\n{_table(second)}\n"
+    return f"{HEAD}\n{_table(rows)}\n{COSTS}\n{one_by_one}"
 
 
 def make_page() -> str:
@@ -132,7 +135,7 @@ def make_page() -> str:
             "max_position_embeddings": 128,
         }
     )
-    return page(measure(dummy_model(config, dtype=torch.float32, device="cpu"), context=8, steps=0))
+    return page(measure(dummy_model(config, dtype=torch.float32, device="cpu"), batch=BATCH, context=8, steps=0).cells)
 
 
 def _cost(cell: BreakCell) -> str:

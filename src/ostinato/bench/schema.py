@@ -82,9 +82,10 @@ MODES = obj(
 
 BREAK = obj(
     command={"const": "break"},
-    version={"const": 1},
+    version={"const": 2},
     where=WHERE,
     batch=INTEGER,
+    context=INTEGER,
     cells=array(
         obj(
             name=STRING,
