@@ -4,17 +4,18 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 
 import ostinato
 from ostinato import LLM, SamplingParams
-from ostinato.cli import main
+from ostinato.cli import app, main
 from ostinato.model import SHAPES, ModelConfig, RotaryConfig
 
 DATA = Path(__file__).parent / "data"
@@ -29,6 +30,25 @@ def test_help(cli: Cli, command: tuple[str, ...]) -> None:
     assert "Usage: " in result.out
     if not command:
         assert result == cli()
+
+
+def _commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    yield words, command
+    for name, below in getattr(command, "commands", {}).items():
+        yield from _commands(below, (*words, name))
+
+
+def test_help_shows_what_is_written(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every command and every option; what is in brackets is no markup."""
+    monkeypatch.setenv("COLUMNS", "500")
+    written = []
+    for words, command in _commands(typer.main.get_command(app)):
+        shown = " ".join(cli(*words, "--help").out.replace("│", " ").split())
+        for one in (command, *command.params):
+            text = " ".join((one.help or "").split())
+            assert text in shown, f"{' '.join(words)} {one.name}"
+            written.append(text)
+    assert sum("[" in text for text in written) >= 2, "or nothing is shown by this"
 
 
 def test_version(cli: Cli) -> None:

@@ -48,7 +48,8 @@ def main(args: Sequence[str] | None = None) -> None:
     settings = _Settings()
     try:
         words = sys.argv[1:] if args is None else list(args)
-        sys.exit(app(words or ["--help"], standalone_mode=False, obj=settings))
+        command = options.as_written(typer.main.get_command(app))
+        sys.exit(command(words or ["--help"], standalone_mode=False, obj=settings))
     except (ValueError, TypeError, OSError, UsageError) as error:
         if settings.debug:
             raise

@@ -2,9 +2,24 @@
 
 from enum import StrEnum
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Any
 
+from rich.markup import escape
 from typer import Argument, Option
+
+
+def as_written(command: Any) -> Any:
+    """The command, whose help and that of all below it is shown as written: rich takes what is in brackets for markup.
+
+    Args:
+        command: of `typer.main.get_command`; typer has no name for its class.
+    """
+    if command.rich_markup_mode == "rich":
+        for one in (command, *command.params):
+            one.help = escape(one.help) if one.help else one.help
+    for below in getattr(command, "commands", {}).values():
+        as_written(below)
+    return command
 
 
 class LoadFormat(StrEnum):

@@ -69,7 +69,7 @@ def test_the_table_and_the_document(cli: Cli, chat_model: Path, monkeypatch: pyt
     assert "enable_lora" in document["refused"]
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch", [1, 2, 5])
 def test_every_feature_runs_at_any_batch(cli: Cli, chat_model: Path, tmp_path: Path, batch: int) -> None:
     """Or is named, where the batch is too small for it; what was switched on is no news, and is not logged."""
     out = tmp_path / "break.json"

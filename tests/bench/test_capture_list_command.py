@@ -156,10 +156,14 @@ def test_mistakes_are_one_line(cli: Cli, arguments: tuple[str, ...], message: st
     assert len(run.err.splitlines()) == 1
 
 
-def test_help_keeps_what_is_in_brackets(cli: Cli) -> None:
-    text = " ".join(word for word in cli(*COMMAND, "--help").out.split() if word != "│")
-    assert "JSON, [[second, output tokens], …]." in text
-    assert "needs ostinato[bench]." in text
+def test_a_list_that_is_cut_short_is_named(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "h.json").write_text('{"3": 5, "20": 1}')
+    command = (*COMMAND, "--from", tmp_path / "h.json", "--list", "4,16,48,64", "--list", "8,20")
+    said = "given 1: without 48,64, as by an engine for batches of up to 20; --max-num-seqs 64 keeps them"
+    run = cli(*command)
+    assert (run.code, run.out.count(": without ")) == (0, 1)
+    assert said in run.out
+    assert ": without " not in cli(*command, "--max-num-seqs", 64).out
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"a": 1}', '{"0": 1}', '{"3": -1}', '{"3": 0}'])
@@ -186,7 +190,7 @@ def test_a_document_that_differs_from_its_schema_is_refused(cli: Cli) -> None:
 
 
 def test_a_plot_is_drawn_or_says_what_is_missing(cli: Cli, tmp_path: Path) -> None:
-    run = cli(*COMMAND, "--normal", "4:1", "--max-num-seqs", 8, "--plot", tmp_path / "lists.png")
+    run = cli(*COMMAND, "--normal", "4:1", "--max-num-seqs", 8, "--plot", tmp_path / "LISTS.PNG")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -194,4 +198,4 @@ def test_a_plot_is_drawn_or_says_what_is_missing(cli: Cli, tmp_path: Path) -> No
         assert "ostinato[bench]" in run.err
     else:
         assert run.code == 0
-        assert (tmp_path / "lists.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / "LISTS.PNG").read_bytes().startswith(b"\x89PNG")

@@ -42,10 +42,10 @@ def test_a_rate_is_bytes_a_second() -> None:
 def test_a_void_ceiling_ends_a_command(cli: Cli, chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Someone else uses the memory: nothing that is measured then means anything."""
     monkeypatch.setattr(timing, "streaming_rate", lambda device: 1e9)
-    monkeypatch.setitem(timing.LOWEST_CEILING, "", 2e9)
+    monkeypatch.setitem(timing.LOWEST_CEILING, "cpu", 2e9)
     run = cli("bench", "modes", "-m", chat_model, "--batch", 1, "--context", 20)
     assert (run.code, run.out) == (1, "")
-    assert "the read ceiling is 0.001 TB/s" in run.err
+    assert "cpu: the read ceiling is 0.001 TB/s" in run.err
     assert "void" in run.err
     assert modes.read_ceiling is timing.read_ceiling
 

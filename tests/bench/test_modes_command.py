@@ -77,7 +77,7 @@ def test_cells_that_do_not_fit_or_come_too_late_are_named(
     monkeypatch.setattr(modes, "read_ceiling", lambda device: 1e9)
     run = cli("bench", "modes", "-m", chat_model, "--batch", 3, "--context", 20, "--seconds", 0)
     assert run.code == 0
-    assert "batch 3, context 20: not measured: 0 s were over" in run.out
+    assert "batch 3, context 20: not measured: the time limit of 0 s was over" in run.out
 
 
 def test_modes_write_to_one_cache(decoder: Decoder) -> None:

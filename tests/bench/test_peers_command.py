@@ -82,7 +82,7 @@ def test_a_peer_that_fails_is_named_and_the_others_go_on(decoder: Decoder, monke
 def test_what_comes_too_late_is_a_row_that_says_so(decoder: Decoder) -> None:
     contest = peers.Contest(decoder, [(1, 20)], ["torch"], rounds=1, steps=1, seconds=0.0)
     errors = {cell.peer: cell.error for cell in contest.measure(ceiling=1e9).cells}
-    assert errors == dict.fromkeys(("ostinato", "torch"), "not measured: the 0 s that there were had passed")
+    assert errors == dict.fromkeys(("ostinato", "torch"), "not measured: the time limit of 0 s was over")
 
 
 def test_vllm_is_started_once_for_all_cells(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,14 +116,27 @@ def compare(
     return objective, [cost(name, sizes) for name, sizes in lists.items()]
 
 
+def cut_short(given: Mapping[str, Iterable[int]], largest: int) -> list[str]:
+    """What is said of lists with sizes above the largest batch, which take part without these."""
+    above = {name: [size for size in sizes if size > largest] for name, sizes in given.items()}
+    return [
+        f"{name}: without {','.join(map(str, sizes))}, as by an engine for batches of up to {largest}; "
+        f"--max-num-seqs {max(sizes)} keeps {'it' if len(sizes) == 1 else 'them'}"
+        for name, sizes in above.items()
+        if sizes
+    ]
+
+
 def _whole(costs: Mapping[int, float] | None, scale: float, what: str, option: str) -> dict[int, int]:
     if costs is None:
         raise ValueError(f"{what} is not known: give a graph report with a ledger, or {option}")
     return {size: max(1, math.ceil(scale * cost - 1e-6)) for size, cost in costs.items()}
 
 
-def report(traffic: Traffic, objective: Objective, costs: Sequence[ListCost], kv_fraction: str) -> Report:
-    """The comparison, to be shown."""
+def report(
+    traffic: Traffic, objective: Objective, costs: Sequence[ListCost], kv_fraction: str, notes: Sequence[str] = ()
+) -> Report:
+    """The comparison, to be shown, with `notes` at the end."""
     columns = [
         Column("list"),
         Column("graphs", "d"),
@@ -147,13 +160,13 @@ def report(traffic: Traffic, objective: Objective, costs: Sequence[ListCost], kv
         )
         for one in costs
     ]
-    notes = [
+    said = [
         "padding of all rows: token measure, Σ P(b)·(next(b) - b) / Σ P(b)·next(b)",
         f"padding a step: per-b measure, Σ P(b)·(next(b) - b)/b·KV_fraction; KV_fraction {kv_fraction}",
         f"best: {','.join(map(str, costs[-1].sizes))}",
     ]
     if traffic.timed is not None:
-        notes.append(f"milliseconds: {traffic.timed}; on a line between the sizes that were timed")
+        said.append(f"milliseconds: {traffic.timed}; on a line between the sizes that were timed")
     document = {
         "command": "capture-list",
         "version": 1,
@@ -163,7 +176,9 @@ def report(traffic: Traffic, objective: Objective, costs: Sequence[ListCost], kv
         "batches": {str(batch): weight for batch, weight in traffic.batches.items()},
         "lists": [asdict(one) for one in costs],
     }
-    return Report(f"capture lists, batches of {traffic.source}, least {objective}", columns, rows, notes, document)
+    return Report(
+        f"capture lists, batches of {traffic.source}, least {objective}", columns, rows, [*said, *notes], document
+    )
 
 
 def write_list(path: Path, traffic: Traffic, objective: Objective, best: ListCost) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from rich.markup import escape
 from typer import Option
 
 from .cli_options import CAPTURE_SIZES, Json, Plot, output
@@ -46,7 +45,7 @@ def capture_list(
     ] = None,
     trace: Annotated[
         Path | None,
-        _traffic(metavar="FILE", help=escape("Simulate these arrivals: JSON, [[second, output tokens], …].")),
+        _traffic(metavar="FILE", help="Simulate these arrivals: JSON, [[second, output tokens], …]."),
     ] = None,
     rate: Annotated[float | None, _traffic(help="Simulate random arrivals, so many a second.")] = None,
     traffic: Annotated[Shape | None, _traffic(help="Simulate requests of a kind, at a load that it says.")] = None,
@@ -104,6 +103,7 @@ def capture_list(
     if not 0 <= kv_fraction <= 1:
         raise ValueError(f"--kv-fraction is a share, from 0 to 1, got {kv_fraction:g}")
     by_bytes = StepBytes(weights_gb, kv_gb) if weights_gb is not None and kv_gb is not None else None
+    given = {f"given {number}": parse_sizes(text) for number, text in enumerate(compare_with or (), 1)}
     objective, costs = lists.compare(
         found,
         largest,
@@ -111,7 +111,7 @@ def capture_list(
         memory_bytes=None if graph_memory is None else round(1e6 * graph_memory),
         capture_seconds=capture_time,
         forced=force or (),
-        others={f"given {number}": parse_sizes(text) for number, text in enumerate(compare_with or (), 1)},
+        others=given,
         minimise=None if minimise is None else minimise.value,
         kv_fraction=kv_fraction if by_bytes is None else by_bytes.kv_fraction,
     )
@@ -120,7 +120,7 @@ def capture_list(
     if plot is not None:
         lists.plot(costs, found, plot)
     said = f"{kv_fraction:g}" if by_bytes is None else f"b·{kv_gb:g} / ({weights_gb:g} + b·{kv_gb:g})"
-    lists.report(found, objective, costs, said).show(as_json=json)
+    lists.report(found, objective, costs, said, lists.cut_short(given, largest)).show(as_json=json)
 
 
 def _traffic_of(

@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from rich.markup import escape
 from typer import Option
 
 output = partial(Option, rich_help_panel="Output")
@@ -12,7 +11,7 @@ output = partial(Option, rich_help_panel="Output")
 
 def _drawable(path: Path | None) -> Path | None:
     """Before anything is measured."""
-    if path is not None and path.suffix not in (".png", ".svg"):
+    if path is not None and path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"--plot draws .png and .svg, not {str(path)!r}")
     return path
 
@@ -26,7 +25,7 @@ Seconds = Annotated[
 ]
 Plot = Annotated[
     Path | None,
-    output("--plot", metavar="FILE", callback=_drawable, help=escape("Draw, as .png or .svg; needs ostinato[bench].")),
+    output("--plot", metavar="FILE", callback=_drawable, help="Draw, as .png or .svg; needs ostinato[bench]."),
 ]
 Model = Annotated[
     str | None, Option("--model", "-m", help="A checkpoint: folder, .gguf file or hub id. Default: demo.")

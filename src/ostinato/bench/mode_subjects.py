@@ -52,7 +52,7 @@ def affordable(
         if free is not None and needed + SPARE_BYTES > free:
             why = f"does not fit: keys and values take {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
         elif seconds is not None and time.perf_counter() - began >= seconds:
-            why = f"not measured: {seconds:g} s were over"
+            why = f"not measured: the time limit of {seconds:.3g} s was over"
         else:
             yield batch, context
             continue

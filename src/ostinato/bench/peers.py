@@ -140,7 +140,7 @@ class Deadline:
     def check(self) -> None:
         """Raises Late where it is over."""
         if self.is_over:
-            raise Late(f"not measured: the {self._seconds:g} s that there were had passed")
+            raise Late(f"not measured: the time limit of {self._seconds:.3g} s was over")
 
 
 @dataclass

@@ -116,7 +116,7 @@ def read_ceiling(device: torch.device) -> float:
         BenchError: it is below what this kind of device is known to reach.
     """
     rate = streaming_rate(device)
-    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else ""
+    name = torch.cuda.get_device_properties(device).name if device.type == "cuda" else device.type
     least = LOWEST_CEILING.get(name, 0.0)
     if rate < least:
         raise BenchError(
